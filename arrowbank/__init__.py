@@ -1,0 +1,59 @@
+"""Durable columnar storage, resume and replay for the rollouts of RL post-training."""
+
+from arrowbank.archive.view import BankView, scan
+from arrowbank.bank import RolloutBank
+from arrowbank.errors import (
+    ArrowbankError,
+    BankClosedError,
+    BankLockedError,
+    BankNotFoundError,
+    CorruptionError,
+    CorruptManifestError,
+    CorruptRecordError,
+    DuplicateGroupError,
+    FencedError,
+    FormatVersionError,
+    HistoryGoneError,
+    InvalidDrawError,
+    ReplayUnavailableError,
+    SchemaMismatchError,
+    UnknownGroupError,
+    UnrepresentableError,
+)
+from arrowbank.pipeline import EnvTask, RolloutPipeline, WeightedMultiTask
+from arrowbank.restored import BankStats, Draw, Restored, RestoreReport
+from arrowbank.types import Rollout, RolloutGroup, TokenRollout
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArrowbankError",
+    "BankClosedError",
+    "BankLockedError",
+    "BankNotFoundError",
+    "BankStats",
+    "BankView",
+    "CorruptManifestError",
+    "CorruptRecordError",
+    "CorruptionError",
+    "Draw",
+    "DuplicateGroupError",
+    "EnvTask",
+    "FencedError",
+    "FormatVersionError",
+    "HistoryGoneError",
+    "InvalidDrawError",
+    "ReplayUnavailableError",
+    "RestoreReport",
+    "Restored",
+    "Rollout",
+    "RolloutBank",
+    "RolloutGroup",
+    "RolloutPipeline",
+    "SchemaMismatchError",
+    "TokenRollout",
+    "UnknownGroupError",
+    "UnrepresentableError",
+    "WeightedMultiTask",
+    "scan",
+]

@@ -1,0 +1,68 @@
+"""The background thread that compacts behind the trainer's back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from arrowbank.archive.compaction import Task, execute
+from arrowbank.archive.store import ArchiveStore
+
+__all__ = ["Compactor"]
+
+_log = logging.getLogger("arrowbank")
+
+
+class Compactor:
+    """Runs plan → execute → commit, one at a time. What it meets is kept in ``error`` until a run succeeds."""
+
+    def __init__(
+        self,
+        store: ArchiveStore,
+        *,
+        plan: Callable[[int], Task | None],
+        forget: Callable[[Task], None],
+        check_fence: Callable[[], None],
+    ) -> None:
+        self.error: Exception | None = None
+        self._store = store
+        self._plan, self._forget, self._check_fence = plan, forget, check_fence
+        self._executor: ThreadPoolExecutor | None = None
+        self._running: Future[None] | None = None
+
+    def start(self, settled_by: int, *, last: bool = False) -> None:
+        """Archive what checkpoint ``settled_by`` settles, soon. last: leave nothing retired behind."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="arrowbank-compact")
+        self._running = self._executor.submit(self._run, settled_by, last)
+
+    def wait(self) -> None:
+        """Wait until all that was started has run."""
+        if self._running is not None:
+            self._running.result()
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
+
+    def _run(self, settled_by: int, last: bool) -> None:
+        try:
+            task = self._plan(settled_by)
+            if task is not None:
+                made = execute(task)
+                self._check_fence()
+                self._store.add(made, task.segments, task.settled_by)
+                self._forget(task)
+            if last:
+                self._store.finish()
+            self.error = None
+        except Exception as error:
+            self.error = error
+            _log.warning("%s: compaction failed; the next checkpoint tries again: %s", self._store.paths.root, error)

@@ -1,0 +1,130 @@
+"""``scan``: one view of everything a bank holds, archived and live, each rollout once. Reading only.
+
+The archived part is read from the files that the manifest names, lazily where the engine can; the live part (pending,
+planned, and settled but not archived) from segments, in memory. A trainer may be writing meanwhile: when the manifest
+has changed, or a file is gone, by the time everything is open, the view is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from arrowbank import details
+from arrowbank.archive.compaction import Fate, archive_rows, fates
+from arrowbank.archive.rows import narrow
+from arrowbank.codec import StoredGroup, decode_group
+from arrowbank.durable.layout import BankPaths
+from arrowbank.durable.manifest import Manifest, read_manifest
+from arrowbank.durable.recovery import read_state
+from arrowbank.errors import CorruptionError
+from arrowbank.schema import ARCHIVE_SCHEMA
+from arrowbank.types import RolloutGroup
+
+if TYPE_CHECKING:
+    import polars
+
+__all__ = ["BankView", "scan"]
+
+_TRIES = 20
+
+
+@dataclass(frozen=True)
+class BankView:
+    """The rows of a bank as they were at one moment: one row a rollout, ``ARCHIVE_SCHEMA``'s columns."""
+
+    files: tuple[Path, ...]
+    """Parquet files of the archived rows."""
+    live: pa.Table
+    """Rows that are not archived: ``outcome`` is null for those that are pending or planned."""
+
+    def to_arrow(self) -> pa.Table:
+        """Return all rows in memory, in order of consumption, pending ones last."""
+        tables = [pq.read_table(file, schema=ARCHIVE_SCHEMA, page_checksum_verification=True) for file in self.files]
+        return pa.concat_tables([*tables, self.live])
+
+    def to_polars(self) -> polars.LazyFrame:
+        """Return a lazy frame; of the archived rows only the columns that a query asks for are read."""
+        import polars  # optional: the extra "analysis"
+
+        live = polars.from_arrow(self.live)
+        assert isinstance(live, polars.DataFrame)
+        archived = [polars.scan_parquet(file) for file in self.files]
+        return polars.concat([*archived, live.lazy()]) if archived else live.lazy()
+
+    def groups(self) -> Iterator[RolloutGroup]:
+        """Yield the groups, archived ones in order of consumption, then live ones; each once."""
+        for file in self.files:
+            source = pq.ParquetFile(file, page_checksum_verification=True)
+            for index in range(source.num_row_groups):
+                yield from _groups_of(source.read_row_group(index))
+        yield from _groups_of(self.live)
+
+
+def scan(path: str | Path, *, live: bool = True) -> BankView:
+    """Return a view of the bank at ``path``, which may be in use; nothing is written.
+
+    ``live=False`` leaves out what is not archived yet. Needs no lock.
+    Raises: BankNotFoundError, CorruptManifestError, FormatVersionError, SchemaMismatchError, CorruptionError.
+    """
+    paths = BankPaths(Path(path))
+    for attempt in range(_TRIES):
+        manifest = read_manifest(paths)
+        try:
+            view = _view(paths, manifest, live=live)
+        except (FileNotFoundError, CorruptionError):
+            if attempt + 1 == _TRIES or read_manifest(paths).commit == manifest.commit:
+                raise
+            continue
+        if read_manifest(paths).commit == manifest.commit:
+            return view
+    return view
+
+
+def _view(paths: BankPaths, manifest: Manifest, *, live: bool) -> BankView:
+    directory = paths.version(manifest.version)
+    names = tuple(directory / file.name for file in manifest.files)
+    for name in names:
+        if not name.is_file():
+            raise FileNotFoundError(f"{name}: the manifest names this file of the archive, and it is not there")
+    return BankView(names, _live_rows(paths, manifest) if live else ARCHIVE_SCHEMA.empty_table())
+
+
+def _live_rows(paths: BankPaths, manifest: Manifest) -> pa.Table:
+    state = read_state(paths, manifest)
+    if not state.groups:
+        return ARCHIVE_SCHEMA.empty_table()
+    newest = max(state.history.lines, default=None)
+    line = None if newest is None else state.history.lines[newest]
+    known = fates(state.history, line, line.last_checkpoint if line else 0)
+    groups = sorted(state.groups.values(), key=lambda group: (known.get(group.uid, Fate()).order, group.age))
+    return archive_rows(groups, known, manifest.bank_id)
+
+
+def _groups_of(rows: pa.Table) -> Iterator[RolloutGroup]:
+    """Decode rows in which each group's rows stand together."""
+    lean = narrow(rows)
+    uids = lean["group_uid"].to_pylist()
+    start = 0
+    for uid, run in groupby(uids):
+        count = sum(1 for _ in run)
+        batch = lean.slice(start, count).combine_chunks().to_batches()[0]
+        yield StoredGroup.of(_head(uid, rows, start), partial(decode_group, batch))
+        start += count
+
+
+def _head(uid: str, rows: pa.Table, row: int) -> dict[str, Any]:
+    extra = rows["group_extra"][row].as_py()
+    return {
+        "uid": uid,
+        "batch_id": rows["batch_id"][row].as_py(),
+        "index_in_batch": rows["index_in_batch"][row].as_py(),
+        "extra": None if extra is None else details.load(extra),
+    }

@@ -1,0 +1,591 @@
+"""RolloutBank: the facade over segments, journal, line and archive.
+
+Locks, in the order in which they may be taken: the bank's (line and groups), then those of journal, appender and
+archive. Whoever writes records or commits the archive never takes the bank's lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, ParamSpec, Self, TypeVar
+
+from arrowbank import codec
+from arrowbank.archive import compaction
+from arrowbank.archive.compactor import Compactor
+from arrowbank.archive.store import ArchiveStore, make_empty
+from arrowbank.durable import files
+from arrowbank.durable.journal import Checkpointed, Drawn, Entry, Evicted, Journal, Sealed
+from arrowbank.durable.journal import Restored as RestoredEntry
+from arrowbank.durable.layout import BankPaths, JournalName
+from arrowbank.durable.line import Line
+from arrowbank.durable.manifest import create_manifest, data_without_manifest, read_manifest, write_manifest
+from arrowbank.durable.recovery import State, read_state
+from arrowbank.durable.segment import Appender, SegmentFacts, Ticket
+from arrowbank.durable.session import Claim, Takeover, claim_session
+from arrowbank.errors import (
+    BankClosedError,
+    CorruptRecordError,
+    DuplicateGroupError,
+    FencedError,
+    InvalidDrawError,
+    ReplayUnavailableError,
+    UnknownGroupError,
+)
+from arrowbank.restored import BankStats, Restored, hand_back
+from arrowbank.types import RolloutGroup
+
+__all__ = ["RolloutBank"]
+
+_log = logging.getLogger("arrowbank")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_MAIN = "main"
+
+
+def _open_handle(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Refuse a call on a handle that is closed, or that was inherited through a fork."""
+
+    @functools.wraps(method)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        bank = args[0]
+        assert isinstance(bank, RolloutBank)
+        bank._require_open()
+        return method(*args, **kwargs)
+
+    return checked
+
+
+class RolloutBank:
+    """A run's durable rollouts: append finished groups, mark what was trained on, get everything back at resume.
+
+    Thread-safe. One coordinator at a time; a context manager that closes.
+    """
+
+    def __init__(self, paths: BankPaths, claim: Claim, *, max_bytes: int | None, keep_checkpoints: int) -> None:
+        """Use ``RolloutBank.open``."""
+        self._started = time.monotonic()
+        self._pid = os.getpid()
+        self._closed = False
+        self._paths = paths
+        self._max_bytes = max_bytes
+        self._warned = False
+        self._keep_checkpoints = keep_checkpoints
+        self._lock = threading.RLock()
+        self._retries: set[str] = set()
+        self._encoding: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
+        self._begin_session(claim)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        takeover: Takeover = "auto",
+        max_bytes: int | None = None,
+        keep_checkpoints: int = 2,
+    ) -> Self:
+        """Open the bank at ``path`` as its coordinator; an empty or missing directory becomes a new bank.
+
+        takeover: "auto" takes over from a coordinator whose process is gone; "never" leaves that to you; "force" takes
+        over whoever holds it. max_bytes: warn once when live bytes pass it; nothing is ever dropped. keep_checkpoints:
+        the archive takes what the oldest of so many last checkpoints holds, so that stepping back is cheap.
+
+        Durability: the claim on the bank is durable on return.
+        Raises: BankLockedError, FormatVersionError, SchemaMismatchError, CorruptionError (the manifest's among them),
+        OSError.
+        """
+        if keep_checkpoints < 1:
+            raise ValueError(f"keep_checkpoints {keep_checkpoints}: at least the last checkpoint is kept")
+        paths = BankPaths(Path(path).absolute())
+        is_new = not paths.manifest.exists() and data_without_manifest(paths) is None
+        if not is_new:
+            read_manifest(paths)  # raises before anything is touched
+        files.make_directories([paths.root, *paths.directories])
+        claim = claim_session(paths, takeover)
+        try:
+            if is_new and not paths.manifest.exists():
+                manifest = create_manifest()
+                make_empty(paths, claim.tmp, manifest.version)
+                write_manifest(paths, manifest, claim.tmp)
+            return cls(paths, claim, max_bytes=max_bytes, keep_checkpoints=keep_checkpoints)
+        except BaseException:
+            claim.release()
+            raise
+
+    def _begin_session(self, claim: Claim) -> None:
+        """Read what is there and start writing under a newly claimed session."""
+        manifest = read_manifest(self._paths)
+        self._claim = claim
+        self._store = ArchiveStore(self._paths, manifest, claim.session)
+        self._store.settle()
+        self._state: State = read_state(self._paths, manifest)
+        self._had_groups = bool(self._state.groups) or bool(manifest.files)
+        self._restored = False
+        self._line: Line = self._state.history.line(claim.session)
+        self._iteration = 0
+        self._journal = Journal(self._paths, manifest.bank_id, claim.session, claim.check)
+        self._appender = Appender(
+            self._paths,
+            manifest.bank_id,
+            claim.session,
+            _MAIN,
+            check_fence=claim.check,
+            abandon=self._journal.abandon,
+        )
+        self._compactor = Compactor(self._store, plan=self._plan, forget=self._forget, check_fence=claim.check)
+        self._appended_groups = 0
+
+    def __enter__(self) -> Self:
+        self._require_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise BankClosedError(f"{self._paths.root}: this handle was closed; open the bank again")
+        if os.getpid() != self._pid:
+            raise BankClosedError(
+                f"{self._paths.root}: this handle belongs to process {self._pid}, which forked this one; use it there"
+            )
+
+    # -- what it says of itself
+
+    @property
+    def session(self) -> int:
+        """This coordinator's session number. Keep it in the model checkpoint to name this line later."""
+        return self._claim.session
+
+    @property
+    def iteration(self) -> int:
+        """The iteration being collected."""
+        return self._iteration
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of segments that are not archived."""
+        return sum([*self._state.segment_bytes.values(), *self._appender.sizes.copy().values()])
+
+    def stats(self) -> BankStats:
+        """Return counts of this handle."""
+        with self._lock:
+            self._take_arrivals()
+            archived = self._store.manifest.files
+            return BankStats(
+                session=self.session,
+                iteration=self._iteration,
+                live_groups=len(self._state.groups),
+                live_bytes=self.live_bytes,
+                appended_groups=self._appended_groups,
+                appended_bytes=sum(self._appender.sizes.copy().values()),
+                commits=self._appender.commits,
+                archived_files=len(archived),
+                archived_groups=sum(file.groups for file in archived),
+                archived_rows=sum(file.rows for file in archived),
+                compaction_error=None if self._compactor.error is None else str(self._compactor.error),
+            )
+
+    # -- resume
+
+    @_open_handle
+    def restore(
+        self,
+        iteration: int,
+        *,
+        mode: Literal["replay", "requeue", "discard"] = "replay",
+        accept_damage: bool = False,
+    ) -> Restored:
+        """Take up work at the model checkpoint that holds ``iteration`` iterations (0: none).
+
+        mode: what becomes of draws that this checkpoint does not hold. "replay" hands them back in order,
+        "requeue" makes their groups pending, "discard" evicts them. accept_damage: go on although a damaged journal
+        record may hide a draw.
+
+        Durability: the restore is on disk on return. A second restore on a handle begins a new session.
+        Raises: ReplayUnavailableError when the archive has already taken draws that would have to be replayed;
+        CorruptRecordError for a damaged journal; FencedError; OSError.
+        """
+        if mode not in ("replay", "requeue", "discard"):
+            raise ValueError(f'mode {mode!r}: use "replay", "requeue" or "discard"')
+        if iteration < 0:
+            raise ValueError(f"restore({iteration}): a checkpoint counts complete iterations, 0 or more")
+        with self._lock:
+            if self._restored or self._line.last_drawn >= 0 or self._appender.sizes:
+                self._renew_session()
+            self._refuse_damage(accept_damage)
+            through = self._store.manifest.archived_through
+            if iteration < through:
+                raise ReplayUnavailableError(
+                    f"restore({iteration}): the archive has taken iterations up to {through - 1}; the earliest "
+                    f"checkpoint to restore is {through}. Keep more with keep_checkpoints"
+                )
+            history = self._state.history
+            lines = {number: line for number, line in history.lines.items() if number != self.session}
+            history.lines = lines
+            entry = RestoredEntry(iteration, mode, history.parent_of(iteration))
+            self._journal.write([entry])
+            history.apply(self.session, entry)
+            self._line = history.line(self.session)
+            self._restored, self._iteration = True, iteration
+            seconds = time.monotonic() - self._started
+            return hand_back(self._state, self._line, live_bytes=self.live_bytes, seconds=seconds)
+
+    def _renew_session(self) -> None:
+        self._finish_writing()
+        self._compactor.close()
+        self._journal.close()
+        self._begin_session(claim_session(self._paths, "force"))
+
+    def _refuse_damage(self, accept: bool) -> None:
+        for damage in self._state.damage:
+            if JournalName.parse(damage.name) and not damage.torn and not accept:
+                raise CorruptRecordError(
+                    self._paths.journal / damage.name,
+                    f"{damage.reason}: a draw may be hidden",
+                    offset=damage.offset,
+                    hint="restore(…, accept_damage=True) goes on with what can be read",
+                )
+
+    # -- collecting
+
+    @_open_handle
+    def begin_iteration(self, iteration: int) -> None:
+        """Say that groups finished from now on are collected at ``iteration``. Iterations only go up."""
+        with self._lock:
+            floor = max(self._iteration, self._line.resumed)
+            if iteration < floor:
+                raise InvalidDrawError(f"begin_iteration({iteration}) after iteration {floor}; iterations only go up")
+            self._appender.roll(iteration)
+            self._iteration = iteration
+            self._line.began = max(self._line.began, iteration)
+
+    @_open_handle
+    def append(
+        self,
+        group: RolloutGroup,
+        *,
+        split: str = "train",
+        evicted: str | None = None,
+        source_index: int | None = None,
+    ) -> str:
+        """Make a finished group durable; return the uid that it is given.
+
+        split: groups of another split than "train" are kept and never handed out. evicted: a reason why this group
+        will never be trained on. source_index: which prompt of its source it came from.
+
+        Durability: on return the group survives SIGKILL, and power loss on a disk that honours fsync.
+        Raises: UnrepresentableError naming the field; DuplicateGroupError; FencedError; OSError, after which the same
+        group may be appended again.
+        """
+        return self.append_many([group], split=split, evicted=evicted, source_index=source_index)[0]
+
+    @_open_handle
+    def append_many(
+        self,
+        groups: Iterable[RolloutGroup],
+        *,
+        split: str = "train",
+        evicted: str | None = None,
+        source_index: int | None = None,
+    ) -> list[str]:
+        """Make several groups durable with one sync, all or none; return their uids. As ``append``."""
+        ticket = self._ticket(list(groups), split, evicted, source_index)
+        if not ticket.messages:
+            return []
+        try:
+            self._appender.commit(ticket)
+        finally:
+            self._written(ticket)
+        return [head["uid"] for head in ticket.heads]
+
+    async def append_async(
+        self,
+        group: RolloutGroup,
+        *,
+        split: str = "train",
+        evicted: str | None = None,
+        source_index: int | None = None,
+    ) -> str:
+        """As ``append``, without blocking the event loop; appends in flight share a sync.
+
+        The group's arrays must not change until it returns. A cancelled append may be durable all the same.
+        """
+        self._require_open()
+        loop = asyncio.get_running_loop()
+        async with self._encoding.setdefault(loop, asyncio.Lock()):
+            ticket = self._ticket([group], split, evicted, source_index)
+            durable = loop.create_future()
+            ticket.notify = functools.partial(self._notify, loop, durable)
+            self._appender.commit_soon(ticket)
+            await asyncio.sleep(0)  # many appends in one tick must not stop the loop for all their encodings
+        await durable
+        uid: str = ticket.heads[0]["uid"]
+        return uid
+
+    def _notify(self, loop: asyncio.AbstractEventLoop, durable: asyncio.Future[None], ticket: Ticket) -> None:
+        """Tell an append's event loop; called by the thread that wrote."""
+        self._written(ticket)
+        try:
+            loop.call_soon_threadsafe(_resolve, durable, ticket.error)
+        except RuntimeError:
+            _log.debug("an event loop was closed while an append was in flight; the group is safe")
+
+    def _ticket(
+        self, groups: Sequence[RolloutGroup], split: str, evicted: str | None, source_index: int | None
+    ) -> Ticket:
+        """Encode groups; on any refusal none of them is changed."""
+        if not split:
+            raise ValueError('split "": name the split, "train" for groups to train on')
+        messages: list[bytearray] = []
+        heads: list[dict[str, Any]] = []
+        for group in groups:
+            uid = self._uid_for(group, heads)
+            encoded = codec.encode_group(
+                group,
+                uid=uid,
+                iteration=self._iteration,
+                session=self.session,
+                writer=_MAIN,
+                completed_at_us=time.time_ns() // 1000,
+                split=split,
+                evicted=evicted,
+                source_index=source_index,
+            )
+            messages.append(self._appender.template.build(encoded.columns, encoded.head))
+            heads.append(encoded.head)
+        for group, head in zip(groups, heads, strict=True):
+            group.uid = head["uid"]
+            self._retries.discard(head["uid"])
+        return Ticket(messages, heads, self._iteration)
+
+    def _uid_for(self, group: RolloutGroup, heads: list[dict[str, Any]]) -> str:
+        if not isinstance(group, RolloutGroup):
+            raise TypeError(f"expected a RolloutGroup, found {type(group).__name__}")
+        if group.uid is None:
+            return uuid.uuid4().hex
+        if group.uid not in self._retries or any(head["uid"] == group.uid for head in heads):
+            raise DuplicateGroupError(
+                f"the group has uid {group.uid}: it was appended before. To append a copy, set uid to None"
+            )
+        return group.uid
+
+    def _written(self, ticket: Ticket) -> None:
+        """Note how an append went."""
+        if ticket.error is not None or not ticket.done:
+            self._retries.update(head["uid"] for head in ticket.heads)
+            return
+        self._appended_groups += len(ticket.heads)
+        if self._max_bytes is not None and not self._warned and self.live_bytes > self._max_bytes:
+            self._warned = True
+            _log.warning(
+                "%s: %s live bytes are more than max_bytes %s. Nothing is dropped; record checkpoints more often, or "
+                "let generation run less far ahead (lag), so that compaction can archive more",
+                self._paths.root,
+                f"{self.live_bytes:,}",
+                f"{self._max_bytes:,}",
+            )
+
+    # -- training
+
+    @_open_handle
+    def mark_consumed(self, uids: Iterable[str], iteration: int, *, span: int = 1, state: bytes | None = None) -> None:
+        """Record one draw: the groups, in order, that the batch of ``iteration`` is made of.
+
+        span: optimizer steps that the batch feeds, ``iteration`` … ``iteration + span − 1``. state: the trainer's own
+        bytes (prompt cursor, random state), given back with the draw. Repeating a draw exactly changes nothing.
+
+        Durability: as ``append``; the groups are durable before it. Waits for appends in flight.
+        Raises: InvalidDrawError, UnknownGroupError, FencedError, OSError (then the draw was not made).
+        """
+        drawn = Drawn(iteration, _uids(uids), span, None if state is None else bytes(state))
+        with self._lock:
+            self._require_restored(f"mark_consumed at iteration {iteration}")
+            self._appender.flush()
+            self._take_arrivals()
+            if not self._line.check_draw(drawn, self._state.history.evicted):
+                return
+            self._require_known(drawn.uids)
+            for uid in drawn.uids:
+                split = self._state.groups[uid].head["split"]
+                if split != "train":
+                    raise InvalidDrawError(f"group {uid} is of split {split!r}, which is never trained on")
+            self._record(drawn)
+
+    @_open_handle
+    def evict(self, uids: Iterable[str], reason: str) -> None:
+        """Say that groups will never be trained on, and why. Already evicted ones keep their reason.
+
+        Durability: as ``append``. Raises: UnknownGroupError; InvalidDrawError for settled groups and those that this
+        session drew.
+        """
+        names = _uids(uids)
+        if not reason:
+            raise ValueError("evict: say a reason")
+        with self._lock:
+            self._require_restored("evict")
+            self._appender.flush()
+            self._take_arrivals()
+            self._line.check_evict(names)
+            self._require_known(names)
+            new = tuple(uid for uid in names if uid not in self._state.history.evicted)
+            if new:
+                self._record(Evicted(new, reason))
+
+    @_open_handle
+    def checkpoint(self, iteration: int, *, wait: bool = False) -> None:
+        """Record that the model checkpoint holding ``iteration`` iterations is durable. Call it after that.
+
+        Returns at once; compaction goes on in the background. wait: until it is done, raising what it met.
+        At or below the last checkpoint it changes nothing, so late finalizers may call it. Never changes the
+        iteration being collected.
+
+        Raises: InvalidDrawError beyond the last begun iteration + 1; FencedError; OSError.
+        """
+        with self._lock:
+            if self._line.check_checkpoint(iteration):
+                self._take_arrivals()
+                self._record(Checkpointed(iteration))
+                self._compactor.start(self._horizon())
+        if wait:
+            self._compactor.wait()
+            self._compactor.raise_error()
+
+    def _record(self, entry: Entry) -> None:
+        """Make an entry durable, with the facts of segments closed since, and take it into the line."""
+        facts: list[SegmentFacts] = []
+        while self._appender.closed:
+            facts.append(self._appender.closed.popleft())
+        try:
+            self._journal.write([Sealed(tuple(facts)), entry] if facts else [entry])
+        except OSError:
+            self._appender.closed.extendleft(reversed(facts))
+            raise
+        self._state.history.apply(self.session, entry)
+
+    def _require_restored(self, what: str) -> None:
+        if self._had_groups and not self._restored:
+            raise InvalidDrawError(
+                f"{what} before restore, on a bank that has groups: call restore(iteration) first, 0 for a run from "
+                "the start"
+            )
+
+    def _require_known(self, uids: Iterable[str]) -> None:
+        unknown = [uid for uid in uids if uid not in self._state.groups]
+        if unknown:
+            raise UnknownGroupError(f"{self._paths.root}: no live group has uid {', '.join(unknown[:4])}")
+
+    def _take_arrivals(self) -> None:
+        """Take over groups that became durable."""
+        arrived = self._appender.arrived
+        while arrived:
+            ref = arrived.popleft()
+            self._state.groups[ref.uid] = ref
+            if "evicted" in ref.head:
+                self._state.history.evicted[ref.uid] = ref.head["evicted"]
+
+    # -- archiving
+
+    def _horizon(self) -> int:
+        """The checkpoint up to which settled draws go to the archive: the oldest of those kept."""
+        recorded = sorted(self._line.checkpoints)
+        return recorded[-self._keep_checkpoints] if len(recorded) >= self._keep_checkpoints else 0
+
+    def _plan(self, settled_by: int) -> compaction.Task | None:
+        """Tell the compactor what is finished."""
+        with self._lock:
+            self._take_arrivals()
+            self._claim.check()
+            known = compaction.fates(self._state.history, self._line, settled_by)
+            groups = self._state.groups.values()
+            damaged = {damage.name for damage in self._state.damage} | self._state.lost.keys()
+            active = self._appender.active_names()
+            segments = compaction.finished_segments(groups, known, active=active, damaged=damaged)
+            if not segments:
+                return None
+            taken = set(segments)
+            fates = {ref.uid: known.get(ref.uid, compaction.Fate()) for ref in groups if ref.segment in taken}
+            root, bank_id = self._paths.root, self._store.manifest.bank_id
+            return compaction.Task(root, bank_id, tuple(segments), fates, settled_by, self._store.target())
+
+    def _forget(self, task: compaction.Task) -> None:
+        """Let go of what is archived now."""
+        with self._lock:
+            for uid in task.fates:
+                self._state.groups.pop(uid, None)
+            for name in task.segments:
+                self._state.segment_bytes.pop(name, None)
+                self._appender.sizes.pop(name, None)
+            if self._max_bytes is not None and self.live_bytes <= self._max_bytes:
+                self._warned = False
+
+    # -- the end
+
+    def close(self, *, final: bool = False) -> None:
+        """Write what waits, wait for compaction, give the bank back. Closing twice is no error.
+
+        final: the run is over; everything that its last checkpoint settles, and all evicted, is archived first.
+        Raises: what background compaction met last; OSError. The bank is given back all the same.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        try:
+            self._finish_writing()
+            if final:
+                self._compactor.start(max(self._line.checkpoints, default=0), last=True)
+            self._compactor.wait()
+        finally:
+            self._closed = True
+            self._compactor.close()
+            self._journal.close()
+            self._release()
+        self._compactor.raise_error()
+
+    def _finish_writing(self) -> None:
+        with self._lock:
+            try:
+                self._appender.close()
+            finally:
+                self._take_arrivals()
+            if self._appender.closed:
+                self._journal.write([Sealed(tuple(self._appender.closed))])
+                self._appender.closed.clear()
+
+    def _release(self) -> None:
+        try:
+            self._claim.check()
+        except FencedError:
+            return  # the bank is somebody else's now: so are LOCK and tmp/
+        self._claim.release()
+
+
+def _resolve(durable: asyncio.Future[None], error: BaseException | None) -> None:
+    if durable.done():
+        return  # whoever waited was cancelled
+    if error is None:
+        durable.set_result(None)
+    else:
+        durable.set_exception(error)
+
+
+def _uids(uids: Iterable[str]) -> tuple[str, ...]:
+    """Check that these are uids: a single one, or groups, are easily given instead."""
+    if isinstance(uids, str):
+        raise TypeError(f"expected a list of uids, found the string {uids!r}")
+    names = tuple(uids)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"expected uids (strings), found {type(name).__name__}; use group.uid")
+    return names

@@ -1,0 +1,112 @@
+"""When the trainer is killed: seeded moments, spread over the run, each kind of moment in turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from arrowbank.demo import progress
+from arrowbank.demo.progress import Progress
+
+__all__ = ["ANYTIME", "Kill", "KillSchedule", "plan_kills"]
+
+ANYTIME = "anytime"
+LONGEST_DELAY_S = 0.25
+"""Of a kill at any time: about one iteration."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One SIGKILL to come."""
+
+    moment: str
+    """``GENERATING``, ``APPENDING``, ``CHECKPOINTED`` or ``ANYTIME``."""
+    iteration: int
+    """Not before this one."""
+    skip: int
+    """How many such moments of the iteration to let pass."""
+    delay_s: float
+    """0 kills within the moment."""
+
+
+def plan_kills(
+    kills: int, *, iterations: int, checkpoint_every: int, groups: int, seed: int, has_bank: bool
+) -> list[Kill]:
+    """Divide the run into equal parts with one kill each; the first three kinds of moment come at least once.
+
+    Without a bank there are no appends: those kills come while generating.
+    """
+    rng = np.random.Generator(np.random.PCG64([seed, 0x4B111]))
+    kinds = [progress.GENERATING, progress.APPENDING, progress.CHECKPOINTED][:kills]
+    kinds += [ANYTIME] * (kills - len(kinds))
+    bounds = np.linspace(1, iterations - checkpoint_every, kills + 1).astype(int).tolist()
+    planned = []
+    for part, kind in enumerate(rng.permutation(kinds).tolist()):
+        iteration = int(rng.integers(bounds[part], max(bounds[part + 1], bounds[part] + 1)))
+        if kind != progress.CHECKPOINTED and iteration % checkpoint_every == 0:
+            iteration += 1  # right after a checkpoint there is nothing to replay
+        skip = int(rng.integers(groups // 3, 2 * groups // 3)) if kind in _MANY_AN_ITERATION else 0
+        delay_s = float(rng.uniform(0, LONGEST_DELAY_S)) if kind == ANYTIME else 0.0
+        if kind == progress.APPENDING and not has_bank:
+            kind = progress.GENERATING
+        planned.append(Kill(kind, iteration, skip, delay_s))
+    return planned
+
+
+_MANY_AN_ITERATION = {progress.GENERATING, progress.APPENDING}
+
+
+class KillSchedule:
+    """Watches the progress of a run and says when it is time."""
+
+    def __init__(self, kills: list[Kill]) -> None:
+        self._coming = list(kills)
+        self.landed: list[str] = []
+        """The moment in which each kill so far was seen to land."""
+        self.begin_attempt()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next kill's moment has come in this attempt."""
+        return bool(self._coming) and self._passed > self._coming[0].skip
+
+    def begin_attempt(self) -> None:
+        """Forget what the trainer that is gone was doing."""
+        self._passed = 0
+        self._in_flight = 0
+        self._last = ""
+
+    def is_time(self, line: Progress) -> float | None:
+        """Take note of a line. Return the seconds to wait before the kill, None when none is due."""
+        self._last = line.moment
+        self._in_flight += {progress.APPENDING: 1, progress.ACKNOWLEDGED: -1}.get(line.moment, 0)
+        if not self._coming or not self._matches(line, self._coming[0]):
+            return None
+        self._passed += 1
+        return self._coming[0].delay_s if self._passed == self._coming[0].skip + 1 else None
+
+    def killed(self) -> str:
+        """Take note of a kill, and return the moment in which it landed, as far as the lines tell.
+
+        A kill that came too late for the append it was meant for is tried again in place of one at any time.
+        """
+        due = self._coming.pop(0)
+        moment = due.moment
+        if due.moment == progress.APPENDING and not self._in_flight:
+            moment = progress.GENERATING
+            self._retry(due)
+        elif due.moment == ANYTIME:
+            moment = progress.APPENDING if self._in_flight else self._last
+        self.landed.append(moment)
+        return moment
+
+    def _matches(self, line: Progress, kill: Kill) -> bool:
+        moment = progress.TRAINED if kill.moment == ANYTIME else kill.moment
+        return line.moment == moment and line.iteration >= kill.iteration
+
+    def _retry(self, missed: Kill) -> None:
+        for place, kill in enumerate(self._coming):
+            if kill.moment == ANYTIME:
+                self._coming[place] = replace(missed, iteration=kill.iteration)
+                return

@@ -1,0 +1,1 @@
+"""The hot path: what makes a group durable and finds it again. ``layout`` tells the on-disk format."""

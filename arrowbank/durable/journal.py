@@ -1,0 +1,220 @@
+"""The coordinator's append-only log: restores, draws, evictions, checkpoints, and facts about segments.
+
+A journal is a stream as ``layout`` tells it, one entry a record, whose columns any Arrow reader can show. A session
+writes its own file; a part whose write failed is followed by the next part. An entry counts from the moment ``write``
+returns. One whose write raised is named as abandoned by the next part's first record, so that it does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from arrowbank.columns import Columns
+from arrowbank.durable.layout import BankPaths, JournalName
+from arrowbank.durable.message import MessageTemplate
+from arrowbank.durable.segment import SegmentFacts
+from arrowbank.durable.stream import Damage, Record, StreamWriter, map_file, scan
+from arrowbank.errors import CorruptRecordError
+
+__all__ = [
+    "JOURNAL_SCHEMA",
+    "Abandoned",
+    "Checkpointed",
+    "Drawn",
+    "Entry",
+    "Evicted",
+    "Journal",
+    "Restored",
+    "Sealed",
+    "read_journal",
+]
+
+_log = logging.getLogger("arrowbank")
+
+JOURNAL_SCHEMA = pa.schema(
+    [
+        pa.field("kind", pa.string(), nullable=False),
+        pa.field("at", pa.timestamp("us", tz="UTC"), nullable=False),
+        pa.field("iteration", pa.int64()),
+        pa.field("uids", pa.list_(pa.field("element", pa.string(), nullable=False))),
+        pa.field("state", pa.large_binary()),
+        pa.field("details", pa.string(), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A session took up work with ``iteration`` iterations complete, on the line of session ``parent``."""
+
+    iteration: int
+    mode: str
+    parent: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One draw: the groups, in order, that a batch of ``iteration`` was made of."""
+
+    iteration: int
+    uids: tuple[str, ...]
+    span: int = 1
+    state: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    uids: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed:
+    """The model checkpoint that holds iterations 0 … ``iteration`` − 1 is durable."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """An append failed: these records of that file do not count, even if they are there."""
+
+    name: str
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """Segments were closed with so many records and bytes."""
+
+    facts: tuple[SegmentFacts, ...]
+
+
+Entry: TypeAlias = Restored | Drawn | Evicted | Checkpointed | Abandoned | Sealed
+
+
+class Journal:
+    """Appends entries to the session's journal. Thread-safe."""
+
+    def __init__(self, paths: BankPaths, bank_id: str, session: int, check_fence: Callable[[], None]) -> None:
+        self._paths, self._bank_id, self._session = paths, bank_id, session
+        self._check_fence = check_fence
+        self._template = MessageTemplate(JOURNAL_SCHEMA)
+        self._lock = threading.Lock()
+        self._stream: StreamWriter | None = None
+        self._part = 0
+        self._abandoned: list[Abandoned] = []
+        """Told with the next entries, because telling failed or because a write of the journal itself did."""
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        """Make entries durable with one sync. Raises OSError, FencedError; then none of them counts."""
+        with self._lock:
+            stream = self._stream
+            if stream is None or stream.poisoned:
+                stream = self._stream = self._open()
+            first = stream.records
+            messages = [self._template.build(*_encode(entry)) for entry in (*self._abandoned, *entries)]
+            try:
+                stream.append(messages)
+            except BaseException:
+                self._abandoned.append(Abandoned(stream.path.name, first, len(messages)))
+                raise
+            self._abandoned.clear()
+            self._check_fence()
+
+    def abandon(self, name: str, first: int, count: int) -> None:
+        """Say that records of a segment do not count: at once if that is possible, else with the next entry."""
+        try:
+            self.write([Abandoned(name, first, count)])
+        except OSError as error:
+            _log.warning("journal: could not tell that an append to %s failed (%s); will tell later", name, error)
+            with self._lock:
+                self._abandoned.append(Abandoned(name, first, count))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._stream is not None:
+                self._stream.close()
+                self._stream = None
+
+    def _open(self) -> StreamWriter:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        name = str(JournalName(self._session, self._part))
+        self._part += 1
+        tmp = self._paths.session_tmp(self._session)
+        return StreamWriter.create(self._paths.journal / name, tmp, self._bank_id, JOURNAL_SCHEMA)
+
+
+def read_journal(paths: BankPaths, name: JournalName, bank_id: str) -> tuple[list[tuple[int, Entry]], list[Damage]]:
+    """Read one part: entries with their sequence numbers. Damage is returned: the caller judges what it hides."""
+    path = paths.journal / str(name)
+    found = scan(map_file(path), path.name, bank_id)
+    return [(record.sequence, _decode(record)) for record in found.records], found.damage
+
+
+def _encode(entry: Entry) -> tuple[Columns, dict[str, Any]]:
+    kind = type(entry).__name__.lower()
+    uids = [uid.encode() for uid in entry.uids] if isinstance(entry, Drawn | Evicted) else None
+    state = entry.state if isinstance(entry, Drawn) else None
+    iteration = entry.iteration if isinstance(entry, Restored | Drawn | Checkpointed) else None
+    columns = Columns(1)
+    columns.constant(kind.encode())
+    columns.numbers("q", [time.time_ns() // 1000])
+    columns.numbers("q", [iteration])
+    columns.lists([None if uids is None else len(uids)])
+    columns.strings_child(uids or [])
+    columns.large_binaries([state])
+    columns.constant(json.dumps(_details(entry)).encode())
+    return columns, {"kind": kind}
+
+
+def _details(entry: Entry) -> dict[str, Any]:
+    match entry:
+        case Restored():
+            return {"mode": entry.mode, "parent": entry.parent}
+        case Drawn():
+            return {"span": entry.span}
+        case Evicted():
+            return {"reason": entry.reason}
+        case Abandoned():
+            return {"name": entry.name, "first": entry.first, "count": entry.count}
+        case Sealed():
+            return {"facts": [[fact.name, fact.records, fact.nbytes] for fact in entry.facts]}
+        case Checkpointed():
+            return {}
+
+
+def _decode(record: Record) -> Entry:
+    try:
+        # Without the time of day: converting timestamps imports pandas, a second in an open.
+        row = record.batch(JOURNAL_SCHEMA).drop_columns(["at"]).to_pylist()[0]
+        details = json.loads(row["details"])
+        match row["kind"]:
+            case "restored":
+                return Restored(row["iteration"], details["mode"], details["parent"])
+            case "drawn":
+                return Drawn(row["iteration"], tuple(row["uids"]), details["span"], row["state"])
+            case "evicted":
+                return Evicted(tuple(row["uids"]), details["reason"])
+            case "checkpointed":
+                return Checkpointed(row["iteration"])
+            case "abandoned":
+                return Abandoned(details["name"], details["first"], details["count"])
+            case "sealed":
+                return Sealed(tuple(SegmentFacts(*fact) for fact in details["facts"]))
+        raise ValueError(f"unknown kind {row['kind']!r}")
+    except (ValueError, OSError, KeyError, TypeError, IndexError) as error:
+        raise CorruptRecordError(
+            record.name, f"the seal matches, but this is no journal entry ({error})", offset=record.offset
+        ) from error

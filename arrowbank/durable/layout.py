@@ -1,0 +1,195 @@
+"""Where everything in a bank lies, and what its bytes are. Every file name is made and checked here.
+
+    MANIFEST.json                                    see ``manifest``
+    LOCK                                             see ``session``
+    sessions/0003                                    see ``session``
+    segments/00000021-main-s0003-0000.arrows         iteration 21, writer "main", session 3, part 0
+    journal/s0003-0000.arrows                        session 3, part 0; see ``journal``
+    archive -> .archive/v000001                      *.parquet, one of them with no rows
+    quarantine/                                      damaged bytes, each with a JSON note
+    tmp/s0003/                                       everything unfinished of session 3
+
+Segments and journals are Arrow IPC streams: a schema message, then record batch messages ("records"), then either
+eight zero bytes (still open) or the end-of-stream marker FF FF FF FF 00 00 00 00 (closed). Every Arrow reader takes
+both for a clean end.
+
+    stream  = schema record* (zeros | end)
+    record  = FF FF FF FF  header-length:int32  header  body      all little-endian, each part a multiple of 8 long
+
+A record's header is an Arrow ``Message`` whose custom metadata has two entries: ``arrowbank.seal`` (see ``seal``) and
+``arrowbank.head``, a JSON object padded with spaces. Of a group's record the head has: uid, iteration, env, problem,
+split, size (rollouts), and where they say something source_index, evicted (the reason), batch_id, index_in_batch and
+extra.
+
+Writing a record: all of it but its first eight bytes, with eight zeros behind it; then those first eight bytes; then
+fdatasync. Until the eight bytes are there, a reader sees zeros and so the end. Nothing is ever rewritten.
+
+Reading: the seal is checked over the raw bytes before anything parses them. A reader that meets damage, or zeros with
+bytes behind them, looks on for the next record whose seal names the very offset where it stands and a higher sequence
+number. Sequence numbers count a file's records from 0, so a gap tells how many are missing.
+
+Downsides: a seal costs 250 bytes a record; a record cannot be moved to another place or file without sealing it
+again; damage to a file's last record cannot be told from a torn tail unless the journal says how many records the
+closed file had.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from arrowbank.errors import CorruptionError
+
+__all__ = ["ArchiveName", "BankPaths", "JournalName", "SegmentName", "check_writer"]
+
+_Name = TypeVar("_Name")
+_WRITER = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+_SEGMENT = re.compile(rf"(\d{{8,19}})-({_WRITER})-s(\d{{4,10}})-(\d{{4,10}})\.arrows")
+_JOURNAL = re.compile(r"s(\d{4,10})-(\d{4,10})\.arrows")
+_ARCHIVE = re.compile(r"c(\d{6,12})-s(\d{4,10})\.parquet")
+_SESSION = re.compile(r"\d{4,10}")
+_VERSION = re.compile(r"v(\d{6,12})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SegmentName:
+    """A segment's name. Orders by age: session, iteration, part."""
+
+    session: int
+    iteration: int
+    part: int
+    writer: str
+
+    def __str__(self) -> str:
+        return f"{self.iteration:08d}-{self.writer}-s{self.session:04d}-{self.part:04d}.arrows"
+
+    @classmethod
+    def parse(cls, name: str) -> SegmentName | None:
+        match = _SEGMENT.fullmatch(name)
+        return match and cls(int(match[3]), int(match[1]), int(match[4]), match[2])
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class JournalName:
+    session: int
+    part: int
+
+    def __str__(self) -> str:
+        return f"s{self.session:04d}-{self.part:04d}.arrows"
+
+    @classmethod
+    def parse(cls, name: str) -> JournalName | None:
+        match = _JOURNAL.fullmatch(name)
+        return match and cls(int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ArchiveName:
+    """A Parquet file's name: the manifest commit that added it, and the session that made it."""
+
+    commit: int
+    session: int
+
+    def __str__(self) -> str:
+        return f"c{self.commit:06d}-s{self.session:04d}.parquet"
+
+    @classmethod
+    def parse(cls, name: str) -> ArchiveName | None:
+        match = _ARCHIVE.fullmatch(name)
+        return match and cls(int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class BankPaths:
+    """The places inside one bank."""
+
+    root: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.root / "MANIFEST.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "LOCK"
+
+    @property
+    def sessions(self) -> Path:
+        return self.root / "sessions"
+
+    @property
+    def segments(self) -> Path:
+        return self.root / "segments"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal"
+
+    @property
+    def archive(self) -> Path:
+        """The symbolic link that readers glob under."""
+        return self.root / "archive"
+
+    @property
+    def versions(self) -> Path:
+        return self.root / ".archive"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.root / "quarantine"
+
+    @property
+    def tmp(self) -> Path:
+        return self.root / "tmp"
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        return (self.sessions, self.segments, self.journal, self.versions, self.quarantine, self.tmp)
+
+    def claim(self, session: int) -> Path:
+        return self.sessions / f"{session:04d}"
+
+    def session_tmp(self, session: int) -> Path:
+        return self.tmp / f"s{session:04d}"
+
+    def version(self, number: int) -> Path:
+        return self.versions / f"v{number:06d}"
+
+    def segment_names(self) -> list[SegmentName]:
+        """The segments that are there, oldest first. Names of no known form are damage, not ours to skip."""
+        return sorted(_names(self.segments, SegmentName.parse))
+
+    def journal_names(self) -> list[JournalName]:
+        return sorted(_names(self.journal, JournalName.parse))
+
+    def claimed_sessions(self) -> list[int]:
+        names = (entry.name for entry in self.sessions.iterdir()) if self.sessions.is_dir() else ()
+        return sorted(int(name) for name in names if _SESSION.fullmatch(name))
+
+    def version_numbers(self) -> list[int]:
+        names = (entry.name for entry in self.versions.iterdir()) if self.versions.is_dir() else ()
+        return sorted(int(match[1]) for match in map(_VERSION.fullmatch, names) if match)
+
+
+def check_writer(name: str) -> str:
+    """Return a writer's name, or raise ValueError when it cannot be part of a file name."""
+    if not re.fullmatch(_WRITER, name):
+        raise ValueError(
+            f"writer name {name!r}: use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit"
+        )
+    return name
+
+
+def _names(directory: Path, parse: Callable[[str], _Name | None]) -> list[_Name]:
+    found = []
+    for entry in directory.iterdir() if directory.is_dir() else ():
+        if entry.name.startswith("."):
+            continue  # a file system's own, as .nfs0000…
+        name = parse(entry.name)
+        if name is None or not entry.is_file() or entry.is_symlink():
+            raise CorruptionError(entry, "not a file that arrowbank writes here", hint="Move it out of the bank")
+        found.append(name)
+    return found

@@ -1,0 +1,154 @@
+"""MANIFEST.json: what the archive holds, and which segments it has taken the place of.
+
+It changes at open (a new bank), at compaction, and at nothing that happens every iteration. It is replaced in one
+step and carries a checksum over its own canonical JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from arrowbank.durable import files
+from arrowbank.durable.layout import ArchiveName, BankPaths, SegmentName
+from arrowbank.errors import BankNotFoundError, CorruptManifestError, FormatVersionError, SchemaMismatchError
+from arrowbank.schema import SCHEMA_HASH
+
+__all__ = ["FORMAT_VERSION", "ArchiveFile", "Manifest", "create_manifest", "read_manifest", "write_manifest"]
+
+FORMAT_VERSION = 1
+_RESTORE = "Restore MANIFEST.json from a copy, or move the directory away to start a new bank"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ArchiveFile(_Model):
+    """One Parquet file of the archive."""
+
+    name: str
+    rows: int
+    groups: int
+    nbytes: int
+    digest: str
+    """xxh3-128 of the whole file."""
+
+
+class Manifest(_Model):
+    format_version: int
+    bank_id: str
+    schema_hash: str
+    commit: int
+    """Counts replacements of this file."""
+    version: int
+    """The archive's directory: .archive/v<version>."""
+    files: tuple[ArchiveFile, ...] = ()
+    archived_through: int = 0
+    """Draws settled by this iteration count may be in the archive."""
+    retired: dict[str, int] = Field(default_factory=dict)
+    """Segments that the archive has taken the place of, with the commit that said so; gone or about to go."""
+
+
+def create_manifest() -> Manifest:
+    """Return the manifest of a new bank."""
+    return Manifest(
+        format_version=FORMAT_VERSION, bank_id=uuid.uuid4().hex, schema_hash=SCHEMA_HASH, commit=1, version=1
+    )
+
+
+def write_manifest(paths: BankPaths, manifest: Manifest, tmp: Path) -> None:
+    """Replace the manifest. Durability: on return the new one survives power loss; before, the old one."""
+    content = manifest.model_dump(mode="json")
+    content["checksum"] = _checksum(content)
+    files.replace(paths.manifest, json.dumps(content, indent=1).encode() + b"\n", tmp)
+
+
+def read_manifest(paths: BankPaths) -> Manifest:
+    """Read and check the manifest.
+
+    Raises: BankNotFoundError where there is no bank; CorruptManifestError when it is missing beside data, malformed
+    or altered; FormatVersionError; SchemaMismatchError.
+    """
+    try:
+        text = paths.manifest.read_bytes()
+    except FileNotFoundError:
+        remains = data_without_manifest(paths)
+        if remains is None:
+            raise BankNotFoundError(f"{paths.root}: no bank here (no MANIFEST.json)") from None
+        raise CorruptManifestError(paths.manifest, f"missing, but there is {remains}", hint=_RESTORE) from None
+    content = _parse(paths, text)
+    version = content.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise FormatVersionError(
+            f"{paths.manifest}: format version {version}, this arrowbank knows {FORMAT_VERSION}. Install a newer one"
+        )
+    found = content.pop("checksum", None)
+    if found != _checksum(content):
+        raise CorruptManifestError(paths.manifest, "its checksum does not match its content", hint=_RESTORE)
+    manifest = _validate(paths, content)
+    if manifest.schema_hash != SCHEMA_HASH:
+        raise SchemaMismatchError(
+            f"{paths.manifest}: the bank was made with schema {manifest.schema_hash}, this arrowbank writes "
+            f"{SCHEMA_HASH}. Open it with the arrowbank that made it, or start a new bank"
+        )
+    return manifest
+
+
+def data_without_manifest(paths: BankPaths) -> str | None:
+    """Name something under the bank's root that is data; LOCK, tmp/, claims and empty directories are not."""
+    if not paths.root.is_dir():
+        return None
+    for entry in sorted(paths.root.iterdir()):
+        if entry.name in {"LOCK", "tmp", "sessions"}:
+            continue
+        if not entry.is_dir() or entry.is_symlink():
+            if entry.is_symlink() and entry.name == "archive":
+                continue
+            return entry.name
+        for inside in sorted(entry.rglob("*")):
+            if not inside.is_dir() and not _is_zero_row_file(inside):
+                return str(inside.relative_to(paths.root))
+    return None
+
+
+def _is_zero_row_file(path: Path) -> bool:
+    """The file that is made before a new bank's first manifest."""
+    name = ArchiveName.parse(path.name)
+    return name is not None and name.commit == 0
+
+
+def _parse(paths: BankPaths, text: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptManifestError(paths.manifest, f"not JSON ({error})", hint=_RESTORE) from None
+    if not isinstance(content, dict):
+        raise CorruptManifestError(paths.manifest, "not a JSON object", hint=_RESTORE)
+    return content
+
+
+def _validate(paths: BankPaths, content: dict[str, Any]) -> Manifest:
+    try:
+        manifest = Manifest.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise CorruptManifestError(
+            paths.manifest, f"{'.'.join(map(str, first['loc']))}: {first['msg']}", hint=_RESTORE
+        ) from None
+    for name in manifest.retired:
+        if SegmentName.parse(name) is None:
+            raise CorruptManifestError(paths.manifest, f"retired: {name!r} is no segment's name", hint=_RESTORE)
+    for file in manifest.files:
+        if ArchiveName.parse(file.name) is None:
+            raise CorruptManifestError(paths.manifest, f"files: {file.name!r} is no archive file's name", hint=_RESTORE)
+    return manifest
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

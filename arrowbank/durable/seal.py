@@ -1,0 +1,80 @@
+"""The seal of a record: a checksum and the record's place, inside the record's own header.
+
+A seal is a fixed-width ASCII text, the value of the custom metadata key ``arrowbank.seal``:
+
+    arrowbank-seal-1:SSSSSSSSSSSSSSSS:OOOOOOOOOOOOOOOO:LLLLLLLLLLLLLLLL:DDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDD
+
+S, O, L: the record's sequence number in its file, its offset and its length in bytes, 16 hexadecimal digits each.
+D: xxh3-128 of ``<bank id>/<file name>/`` followed by the whole encapsulated message (prefix, header, padding, body)
+as it stands in the file, with the 32 characters of D itself read as "0".
+
+So a seal holds for one place in one file of one bank: a record copied elsewhere, or a payload that happens to contain
+a sealed record, is not taken for one that was written there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import xxhash
+
+__all__ = ["BLANK", "KEY", "MAGIC", "Seal", "find", "stamp", "verify"]
+
+KEY = b"arrowbank.seal"
+MAGIC = b"arrowbank-seal-1:"
+_NUMBER = 16
+_DIGEST = 32
+_ZEROS = b"0" * _DIGEST
+_BEFORE_DIGEST = len(MAGIC) + 3 * (_NUMBER + 1)
+BLANK = MAGIC + b":".join([b"0" * _NUMBER] * 3) + b":" + _ZEROS
+
+
+class Seal(NamedTuple):
+    """A seal as it reads, not yet checked."""
+
+    place: int
+    """Of the seal's text, in bytes from the start of what was searched."""
+    sequence: int
+    offset: int
+    length: int
+    digest: bytes
+
+
+def find(data: bytes | memoryview, start: int, end: int) -> Seal | None:
+    """Return the first well-formed seal whose text lies in data[start:end]."""
+    window = bytes(data[start:end])
+    place = window.find(MAGIC)
+    while place >= 0:
+        text = window[place : place + len(BLANK)]
+        numbers = text[len(MAGIC) :].split(b":")
+        if len(text) == len(BLANK) and [len(part) for part in numbers] == [_NUMBER, _NUMBER, _NUMBER, _DIGEST]:
+            try:
+                sequence, offset, length = (int(part, 16) for part in numbers[:3])
+            except ValueError:
+                pass
+            else:
+                return Seal(start + place, sequence, offset, length, numbers[3])
+        place = window.find(MAGIC, place + 1)
+    return None
+
+
+def stamp(message: bytearray, binding: bytes, *, sequence: int, offset: int) -> None:
+    """Fill in the seal of a message that is about to stand at ``offset``; ``binding`` is ``bank id/file name/``."""
+    place = message.index(MAGIC)
+    text = b"%s%016x:%016x:%016x:" % (MAGIC, sequence, offset, len(message))
+    digest_place = place + _BEFORE_DIGEST
+    message[place:digest_place] = text
+    message[digest_place : digest_place + _DIGEST] = _ZEROS
+    digest = xxhash.xxh3_128(binding)
+    digest.update(message)
+    message[digest_place : digest_place + _DIGEST] = digest.hexdigest().encode()
+
+
+def verify(message: memoryview, found: Seal, binding: bytes, place: int) -> bool:
+    """Whether ``message``, whose seal's text is at ``place`` in it, is what was sealed under ``binding``."""
+    digest_place = place + _BEFORE_DIGEST
+    digest = xxhash.xxh3_128(binding)
+    digest.update(message[:digest_place])
+    digest.update(_ZEROS)
+    digest.update(message[digest_place + _DIGEST :])
+    return digest.hexdigest().encode() == found.digest

@@ -1,0 +1,263 @@
+"""Append-only Arrow IPC streams of sealed records: what segments and journals are made of.
+
+``StreamWriter`` follows the writing order of ``layout`` and syncs once for all the records of one ``append``.
+``scan`` reads a stream, believing nothing: neither lengths, nor a clean end, nor zeros. It never raises for damage;
+it says where it is. Invariant: every record it returns carries a seal that matches its bytes and its place.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from arrowbank.durable import files, seal
+from arrowbank.durable.message import PREFIX, read_head
+
+__all__ = ["Damage", "Record", "Scan", "StreamWriter", "binding", "map_file", "scan"]
+
+_ZEROS = bytes(PREFIX.size)
+_END = PREFIX.pack(0xFFFFFFFF, 0)
+_CONTINUATION = 0xFFFFFFFF
+
+
+def binding(bank_id: str, name: str) -> bytes:
+    """What the seals of a file's records are bound to, besides their place in it."""
+    return f"{bank_id}/{name}/".encode()
+
+
+class StreamWriter:
+    """Writes one stream. Not thread-safe: its owner serialises calls.
+
+    After a failed write or sync the file is never trusted again: ``poisoned`` is set, and ``append`` refuses.
+    """
+
+    def __init__(self, path: Path, descriptor: int, bank_id: str, offset: int) -> None:
+        self.path = path
+        self.poisoned = False
+        self.records = 0
+        self.offset = offset
+        """Where the next record goes."""
+        self._descriptor = descriptor
+        self._binding = binding(bank_id, path.name)
+
+    @classmethod
+    def create(cls, path: Path, tmp: Path, bank_id: str, schema: pa.Schema) -> StreamWriter:
+        """Create the stream with its schema. Durability: on return the file is there after a power loss."""
+        header = schema.serialize().to_pybytes()
+        unfinished = tmp / path.name
+        descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            files.write_at(descriptor, [header, _ZEROS], 0)
+            os.fsync(descriptor)
+            files.publish(unfinished, path)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(path, descriptor, bank_id, len(header))
+
+    def append(self, messages: Sequence[bytearray]) -> None:
+        """Seal and write records. Durability: all of them survive power loss on return. Raises OSError."""
+        if self.poisoned:
+            raise AssertionError(f"{self.path.name} failed before; records go to a new file")  # a bug of ours
+        first, end = self.offset, self.offset
+        for sequence, message in enumerate(messages, self.records):
+            seal.stamp(message, self._binding, sequence=sequence, offset=end)
+            end += len(message)
+        views: list[memoryview | bytearray | bytes] = [memoryview(messages[0])[PREFIX.size :], *messages[1:], _ZEROS]
+        try:
+            files.write_at(self._descriptor, views, first + PREFIX.size)
+            files.write_at(self._descriptor, [memoryview(messages[0])[: PREFIX.size]], first)
+            os.fdatasync(self._descriptor)
+        except BaseException:
+            self.poisoned = True
+            raise
+        self.offset, self.records = end, self.records + len(messages)
+
+    def close(self) -> None:
+        """Mark the end, unless the file failed. Not synced: a stream is as valid without the mark."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        try:
+            if not self.poisoned:
+                files.write_at(descriptor, [_END], self.offset)
+        finally:
+            os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One sealed record as it stands in a file."""
+
+    name: str
+    offset: int
+    sequence: int
+    head: dict[str, Any]
+    message: memoryview
+    """The whole encapsulated message, mapped."""
+
+    def batch(self, schema: pa.Schema) -> pa.RecordBatch:
+        """Parse and fully validate the record. Raises pyarrow's ValueError or OSError."""
+        batch = pa.ipc.read_record_batch(pa.py_buffer(self.message), schema)
+        batch.validate(full=True)
+        return batch
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes that are not what was written."""
+
+    name: str
+    offset: int
+    length: int
+    reason: str
+    torn: bool
+    """An unfinished tail, which a power cut leaves; anything else is corrupt."""
+
+
+@dataclass(slots=True)
+class Scan:
+    """What a stream holds."""
+
+    name: str
+    records: list[Record] = field(default_factory=list)
+    damage: list[Damage] = field(default_factory=list)
+    missing: int = 0
+    """Records that the sequence numbers say were there and are not."""
+    closed: bool = False
+
+
+def map_file(path: Path) -> memoryview:
+    """Map a file for reading. The mapping lives as long as any view of it."""
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def scan(data: memoryview, name: str, bank_id: str) -> Scan:
+    """Read every record of the stream ``name`` that its seal vouches for, whatever lies between them."""
+    found = Scan(name)
+    reader = _Reader(data, name, binding(bank_id, name))
+    place = reader.after_schema()
+    if place is None:
+        place = reader.skip_damage(found, 0, "the schema message is damaged")
+    while place is not None:
+        record = reader.record_at(place, found)
+        if record is not None:
+            found.records.append(record)
+            place += len(record.message)
+        else:
+            place = reader.after_stop(found, place)
+    last = found.records[-1].sequence if found.records else -1
+    found.missing = last + 1 - len(found.records)
+    return found
+
+
+class _Reader:
+    def __init__(self, data: memoryview, name: str, bound: bytes) -> None:
+        self.data = data
+        self.name = name
+        self.bound = bound
+
+    def after_schema(self) -> int | None:
+        """Return where the first record starts, or None when the first message is not whole or not a schema."""
+        length = self._header_length(0)
+        if not length:
+            return None
+        try:
+            pa.ipc.read_schema(pa.py_buffer(self.data[: PREFIX.size + length]))
+        except (pa.ArrowInvalid, OSError):
+            return None
+        return PREFIX.size + length
+
+    def record_at(self, place: int, found: Scan) -> Record | None:
+        """Return the record at ``place`` if a matching seal says that it belongs there."""
+        length = self._header_length(place)
+        if not length:
+            return None
+        sealed = seal.find(self.data, place + PREFIX.size, place + PREFIX.size + length)
+        while sealed is not None:
+            record = self._checked(sealed, place, found)
+            if record is not None:
+                return record
+            sealed = seal.find(self.data, sealed.place + 1, place + PREFIX.size + length)
+        return None
+
+    def _checked(self, sealed: seal.Seal, place: int, found: Scan) -> Record | None:
+        last = found.records[-1].sequence if found.records else -1
+        if sealed.offset != place or sealed.sequence <= last or sealed.length % 8:
+            return None
+        if not sealed.place + len(seal.BLANK) - place <= sealed.length <= len(self.data) - place:
+            return None
+        message = self.data[place : place + sealed.length]
+        if not seal.verify(message, sealed, self.bound, sealed.place - place):
+            return None
+        try:
+            head = read_head(message)
+        except ValueError:
+            return None
+        return Record(self.name, place, sealed.sequence, head, message)
+
+    def _header_length(self, place: int) -> int:
+        """Return the header's length that the prefix at ``place`` tells, or 0 when there is no whole header."""
+        if place % 8 or place + PREFIX.size > len(self.data):
+            return 0
+        mark, length = PREFIX.unpack_from(self.data, place)
+        return length if mark == _CONTINUATION and 0 < length <= len(self.data) - place - PREFIX.size else 0
+
+    def after_stop(self, found: Scan, place: int) -> int | None:
+        """Decide what it means that no record starts at ``place``; return where to go on, or None at the end."""
+        prefix = bytes(self.data[place : place + PREFIX.size])
+        if prefix == _END:
+            found.closed = True
+            return self._look_beyond(found, place, "a record or junk stands behind the end mark", torn=False)
+        if prefix == _ZEROS[: len(prefix)]:
+            return self._look_beyond(found, place, "an unfinished record", torn=True)
+        return self.skip_damage(found, place, "no record with a matching seal")
+
+    def _look_beyond(self, found: Scan, place: int, reason: str, *, torn: bool) -> int | None:
+        """After an end: nothing but zeros is a clean one."""
+        rest = bytes(self.data[place + PREFIX.size :])
+        if not rest.strip(b"\0"):
+            return None
+        following = self._next_record(found, place)
+        end = len(self.data) if following is None else following
+        if following is not None:
+            found.closed, torn, reason = False, False, "zeros or an end mark where a record was"
+        found.damage.append(Damage(self.name, place, end - place, reason, torn))
+        return following
+
+    def skip_damage(self, found: Scan, place: int, reason: str) -> int | None:
+        """Note damage from ``place`` up to the next good record; without one it is a torn tail."""
+        following = self._next_record(found, place)
+        end = len(self.data) if following is None else following
+        torn = following is None and not self._tail_is_whole(place)
+        found.damage.append(Damage(self.name, place, end - place, reason, torn))
+        return following
+
+    def _tail_is_whole(self, place: int) -> bool:
+        """Whether what stands at ``place`` and does not verify was once finished: closed, or followed by zeros."""
+        return bytes(self.data[-PREFIX.size :]) == _END and len(self.data) - place > PREFIX.size
+
+    def _next_record(self, found: Scan, after: int) -> int | None:
+        """Return where the next record stands whose seal names that very offset and a higher sequence number."""
+        for sealed in self._seals(after):
+            if after < sealed.offset < sealed.place and self.record_at(sealed.offset, found) is not None:
+                return sealed.offset
+        return None
+
+    def _seals(self, start: int) -> Iterator[seal.Seal]:
+        step = 1 << 20
+        for low in range(start, len(self.data), step):
+            high = min(low + step + len(seal.BLANK) - 1, len(self.data))
+            sealed = seal.find(self.data, low, high)
+            while sealed is not None:
+                yield sealed
+                sealed = seal.find(self.data, sealed.place + 1, high)

@@ -1,0 +1,8 @@
+"""The producer side: environments that generate groups, and batches made of replayed, restored and fresh ones."""
+
+from __future__ import annotations
+
+from arrowbank.pipeline.pipeline import Batch, RolloutPipeline
+from arrowbank.pipeline.tasks import EnvTask, WeightedMultiTask
+
+__all__ = ["Batch", "EnvTask", "RolloutPipeline", "WeightedMultiTask"]

@@ -1,0 +1,52 @@
+"""What the pipeline needs of a bank and of what it restored. ``RolloutBank`` and its ``Restored`` fit."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from typing import Protocol
+
+from arrowbank.types import EnvId, RolloutGroup
+
+__all__ = ["Bank", "PlannedDraw", "Restored"]
+
+
+class Bank(Protocol):
+    """Makes groups durable."""
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Take what is appended from now on as collected at ``iteration``."""
+
+    def append_async(self, group: RolloutGroup, *, split: str = ..., source_index: int | None = ...) -> Awaitable[str]:
+        """Make the group durable, set its uid and return that. Where it raises, the group is not in the bank."""
+        ...
+
+
+class PlannedDraw(Protocol):
+    """One training batch that a resume rolled back."""
+
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def span(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def groups(self) -> Sequence[RolloutGroup]: ...
+    @property
+    def state(self) -> bytes | None: ...
+    @property
+    def lost(self) -> Collection[str]:
+        """uids that belong to the draw and could not be restored."""
+
+
+class Restored(Protocol):
+    """What a resume gives back."""
+
+    @property
+    def draws(self) -> Sequence[PlannedDraw]: ...
+    @property
+    def pending(self) -> Mapping[EnvId, deque[RolloutGroup]]:
+        """Groups to train on before any fresh one, oldest first; those without env_id under ""."""

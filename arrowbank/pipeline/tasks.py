@@ -1,0 +1,73 @@
+"""What there is to sample from: environments, their weights and their generators."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from arrowbank.pipeline.weights import check_weight, integer_quotas
+from arrowbank.types import EnvId, RolloutGroup
+
+__all__ = ["EnvTask", "Generate", "WeightedMultiTask"]
+
+Generate: TypeAlias = Callable[[int], AsyncIterator[RolloutGroup]]
+
+
+@dataclass(frozen=True)
+class EnvTask:
+    """One environment.
+
+    Raises: ValueError for a weight that is negative, NaN or infinite.
+    """
+
+    env_id: EnvId | None
+    """None is for the only environment of a run; its groups name none either."""
+    weight: float
+    """Share of each batch, relative to the other tasks' weights. 0: known, but never sampled."""
+    generate: Generate
+    """``generate(num_groups)`` iterates over that many groups in order of completion, and then ends."""
+
+    def __post_init__(self) -> None:
+        check_weight(self.env_id, self.weight)
+
+    @property
+    def key(self) -> EnvId:
+        """What this environment's groups are filed under: its env_id, or ""."""
+        return self.env_id or ""
+
+
+class WeightedMultiTask:
+    """Several environments that share each batch by weight, in the order given.
+
+    Raises: ValueError when none has a weight above 0, two have the same env_id, or one of several has none.
+    """
+
+    def __init__(self, tasks: Iterable[EnvTask]) -> None:
+        self.tasks = tuple(tasks)
+        env_ids = Counter(task.key for task in self.tasks)
+        repeated = [env_id for env_id, times in env_ids.items() if times > 1]
+        if len(self.tasks) > 1 and "" in env_ids:
+            raise ValueError(f"one of {len(self.tasks)} tasks has no env_id; only a single task may go without")
+        if repeated:
+            raise ValueError(f"several tasks have the same env_id: {repeated}")
+        if not any(task.weight > 0 for task in self.tasks):
+            raise ValueError(f"none of the tasks {list(env_ids)} has a weight above 0")
+
+    @property
+    def env_ids(self) -> list[EnvId]:
+        """Every known environment, those of weight 0 included."""
+        return [task.key for task in self.tasks]
+
+    @property
+    def weighted_env_ids(self) -> list[EnvId]:
+        """The environments that are sampled."""
+        return [task.key for task in self.tasks if task.weight > 0]
+
+    def quotas(self, num_groups: int) -> dict[EnvId, int]:
+        """Return how many groups of a batch each environment gets; 0 for those of weight 0.
+
+        Raises: ValueError when the batch is too small to give each weighted environment one group.
+        """
+        return integer_quotas({task.key: task.weight for task in self.tasks}, num_groups)
