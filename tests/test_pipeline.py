@@ -413,13 +413,19 @@ def test_members_without_env_id_are_given_the_tasks_before_they_are_banked() -> 
     assert [member.env_id for group in bank.banked for member in group] == ["A"] * 4
 
 
-@pytest.mark.parametrize(("env_id", "named"), [("A", "B"), (None, "B")])
-def test_a_fresh_group_of_another_environment_is_refused_by_both_names(env_id: str | None, named: str) -> None:
+def test_a_fresh_group_of_another_environment_is_refused_by_both_names() -> None:
     bank = MemoryBank()
-    pipeline = RolloutPipeline([EnvTask(env_id, 1, Generator("b", named))], bank, None)
-    with pytest.raises(ValueError, match=rf"'{env_id or ''}' made a group whose members name \['{named}'\]"):
+    pipeline = RolloutPipeline([EnvTask("A", 1, Generator("b", "B"))], bank, None)
+    with pytest.raises(ValueError, match=r"'A' made a group whose members name \['B'\]"):
         run(pipeline.batch(0, 2))
     assert bank.banked == []
+
+
+def test_a_single_task_without_env_id_takes_groups_of_any_environment() -> None:
+    pending = {"A": make_groups("a", 2, "A"), "B": make_groups("b", 1, "B")}
+    pipeline = RolloutPipeline([EnvTask(None, 1, Generator("c", "C"))], MemoryBank(), Restored([], pending))
+    assert names(run(pipeline.batch(0, 4))) == ["a0", "a1", "b0", "c0"]
+    assert not any(pending.values())
 
 
 def test_one_foreign_member_is_enough_to_refuse_a_group() -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from arrowbank.demo.policy import Adam, Policy
 
-__all__ = ["ModelState", "load_newest", "save", "same_bits"]
+__all__ = ["ModelState", "load_newest", "same_bits", "save"]
 
 KEPT = 2
 
@@ -80,7 +80,8 @@ def save(directory: Path, state: ModelState) -> None:
     path = directory / f"iteration-{state.iteration:06d}.npz"
     part = path.with_suffix(".part")
     with part.open("wb") as file:
-        np.savez(file, **state.arrays())
+        arrays: dict[str, Any] = {**state.arrays()}
+        np.savez(file, **arrays)
         file.flush()
         os.fsync(file.fileno())
     part.rename(path)

@@ -32,6 +32,7 @@ class Score(NamedTuple):
     """0 … 1."""
     metrics: dict[str, float]
     failure_reason: str | None = None
+    is_truncated: bool = False
 
 
 @dataclass
@@ -128,9 +129,12 @@ class Sort:
     def _score(self, answer: list[int], wanted: list[int]) -> Score:
         places = sum(given == due for given, due in zip(answer, wanted, strict=False)) / len(wanted)
         is_exact = answer == wanted
-        failure = None if END in answer else "did not stop"
+        has_stopped = END in answer
         return Score(
-            (places + is_exact) / 2, {"right_places": places, "exact": float(is_exact)}, failure
+            (places + is_exact) / 2,
+            {"right_places": places, "exact": float(is_exact)},
+            failure_reason=None if has_stopped else "did not stop",
+            is_truncated=not has_stopped,
         )
 
 
@@ -159,7 +163,7 @@ class Guess:
         guess = episode.tokens[-1] - FIRST_DIGIT
         turns = len(episode.trajectory)
         if guess < 0:
-            return Score(0.0, {"found": 0.0, "nearness": 0.0}, "not a digit")
+            return Score(0.0, {"found": 0.0, "nearness": 0.0}, failure_reason="not a digit")
         is_found, nearness = guess == secret, 1 - abs(guess - secret) / 7
         reward = 1 - 0.1 * (turns - 1) if is_found else 0.3 * nearness
         return Score(reward, {"found": float(is_found), "nearness": nearness})
@@ -200,6 +204,7 @@ def _group(
             problem_id=problem_id,
             prompt_length=episode.prompt_lengths,
             finish_reasons=episode.finish_reasons,
+            is_truncated=score.is_truncated,
             metrics=score.metrics,
             failure_reason=score.failure_reason,
             generation_cap=cap,

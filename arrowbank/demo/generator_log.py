@@ -35,9 +35,7 @@ class GeneratorLog:
 
     def acknowledged(self, iteration: int, env_id: str, source_index: int) -> None:
         """Note that this group must never be generated again."""
-        self._write(
-            {"event": "acknowledged", "iteration": iteration, "env_id": env_id, "source_index": source_index}
-        )
+        self._write({"event": "acknowledged", "iteration": iteration, "env_id": env_id, "source_index": source_index})
 
     def close(self) -> None:
         """Close the file; everything in it is durable already."""

@@ -32,7 +32,8 @@ def mean_reward(groups: Sequence[RolloutGroup]) -> float:
 def group_advantages(group: RolloutGroup) -> NDArray[np.float64]:
     """Return each member's reward, centred and scaled within the group. Shapes: (G,)."""
     rewards_G = _rewards(group)
-    return (rewards_G - rewards_G.mean()) / (rewards_G.std() + 1e-4)
+    advantages_G: NDArray[np.float64] = (rewards_G - rewards_G.mean()) / (rewards_G.std() + 1e-4)
+    return advantages_G
 
 
 def token_batch(groups: Sequence[RolloutGroup]) -> TokenBatch:

@@ -12,8 +12,8 @@ from arrowbank.demo.progress import Progress
 __all__ = ["ANYTIME", "Kill", "KillSchedule", "plan_kills"]
 
 ANYTIME = "anytime"
-LONGEST_DELAY_S = 0.25
-"""Of a kill at any time: about one iteration."""
+LONGEST_DELAY_S = 0.1
+"""Of a kill at any time: a part of one iteration."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Any
 
-from arrowbank.bank import Restored, RolloutBank
+from arrowbank.bank import RolloutBank
 from arrowbank.demo import checkpoints, progress
 from arrowbank.demo.checkpoints import ModelState
 from arrowbank.demo.environments import ENVIRONMENTS, Environment, Sampler
@@ -22,6 +22,7 @@ from arrowbank.demo.generator_log import GeneratorLog
 from arrowbank.demo.grpo import mean_reward, train_step
 from arrowbank.demo.settings import BANK, GENERATOR_LOG, GROUPS, MODEL, TrainerSettings
 from arrowbank.pipeline import EnvTask, RolloutPipeline
+from arrowbank.restored import Restored
 from arrowbank.types import RolloutGroup
 
 __all__ = ["ObservedBank", "SourceIndices", "Trainer", "main"]

@@ -17,7 +17,7 @@ from arrowbank.errors import ReplayUnavailableError
 from arrowbank.pipeline.protocols import Bank, PlannedDraw, Restored
 from arrowbank.pipeline.supply import Share, Supply
 from arrowbank.pipeline.tasks import EnvTask, WeightedMultiTask
-from arrowbank.types import EnvId, RolloutGroup
+from arrowbank.types import EnvId, GroupQueuesPerEnv, RolloutGroup
 
 __all__ = ["Batch", "RolloutPipeline"]
 
@@ -44,8 +44,8 @@ class RolloutPipeline:
     the order of the tasks, in each the restored groups before the fresh ones. Fresh groups are banked through
     ``bank``, their members without env_id given the task's; None: nothing is persisted.
 
-    ``restored.pending`` is used up: groups that are handed out leave its deques, so that ``restored.take`` does
-    not give them a second time. ``restored.draws`` is left as it is.
+    ``restored.pending`` is used up: groups that are handed out leave its deques, so that nobody else takes them a
+    second time. ``restored.draws`` is left as it is.
 
     Raises: ValueError when tasks are contradictory, or when groups are pending of environments without weight.
     """
@@ -57,6 +57,8 @@ class RolloutPipeline:
         self._bank = bank
         self._plan: deque[PlannedDraw] = deque(restored.draws if restored is not None else ())
         pending = restored.pending if restored is not None else {}
+        if self._tasks.is_catch_all:
+            _gather(pending)
         _check_pending({env_id: len(queue) for env_id, queue in pending.items() if queue}, self._tasks)
         self._supplies = {task.key: Supply(task, pending.get(task.key, deque()), bank) for task in self._tasks.tasks}
         self._handed_out: dict[str, Counter[EnvId]] = {
@@ -186,6 +188,15 @@ def _check_draw(draw: PlannedDraw, num_groups: int) -> None:
         )
 
 
+def _gather(pending: GroupQueuesPerEnv) -> None:
+    """File all restored groups under "": the only task takes whatever environment they name."""
+    everything = pending.setdefault("", deque())
+    for env_id, queue in pending.items():
+        if env_id:
+            everything.extend(queue)
+            queue.clear()
+
+
 def _check_pending(num_pending: dict[EnvId, int], tasks: WeightedMultiTask) -> None:
     """Refuse restored groups that no batch would ever hand out."""
     stranded = [env_id for env_id in num_pending if env_id not in tasks.weighted_env_ids]
@@ -197,5 +208,5 @@ def _check_pending(num_pending: dict[EnvId, int], tasks: WeightedMultiTask) -> N
         )
         raise ValueError(
             f"restored groups are pending of environments that are not sampled: {listed}. Give each a task with a "
-            "weight, or take them out with restored.take(n, env_id=...) and bank.evict(uids, reason)"
+            "weight, or take them out of restored.pending and bank.evict(uids, reason)"
         )

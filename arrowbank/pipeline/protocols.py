@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from typing import Protocol
 
-from arrowbank.types import EnvId, RolloutGroup
+from arrowbank.types import GroupQueuesPerEnv, RolloutGroup
 
 __all__ = ["Bank", "PlannedDraw", "Restored"]
 
@@ -48,5 +47,5 @@ class Restored(Protocol):
     @property
     def draws(self) -> Sequence[PlannedDraw]: ...
     @property
-    def pending(self) -> Mapping[EnvId, deque[RolloutGroup]]:
+    def pending(self) -> GroupQueuesPerEnv:
         """Groups to train on before any fresh one, oldest first; those without env_id under ""."""

@@ -139,6 +139,8 @@ def _claim(group: RolloutGroup, task: EnvTask) -> None:
 
     A group of some other environment is refused before it is banked: once there, no restore could place it.
     """
+    if task.env_id is None:
+        return
     foreign = sorted({rollout.env_id for rollout in group if rollout.env_id and rollout.env_id != task.env_id})
     if foreign:
         raise ValueError(

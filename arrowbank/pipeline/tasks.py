@@ -23,7 +23,7 @@ class EnvTask:
     """
 
     env_id: EnvId | None
-    """None is for the only environment of a run; its groups name none either."""
+    """None is for the only task of a run: it takes groups of whatever environment they name."""
     weight: float
     """Share of each batch, relative to the other tasks' weights. 0: known, but never sampled."""
     generate: Generate
@@ -59,6 +59,11 @@ class WeightedMultiTask:
     def env_ids(self) -> list[EnvId]:
         """Every known environment, those of weight 0 included."""
         return [task.key for task in self.tasks]
+
+    @property
+    def is_catch_all(self) -> bool:
+        """Whether there is one task only, without an env_id."""
+        return self.env_ids == [""]
 
     @property
     def weighted_env_ids(self) -> list[EnvId]:

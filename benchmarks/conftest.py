@@ -1,0 +1,34 @@
+"""Prints each benchmark's ratio to the raw limit that ran interleaved with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+_ratios: list[tuple[str, float, float, float]] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rounds", type=int, default=200, help="rounds of each benchmark")
+
+
+@pytest.fixture
+def rounds(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--rounds"))
+
+
+@pytest.fixture
+def report_ratio(request: pytest.FixtureRequest) -> Any:
+    def report(seconds: float, raw_seconds: float) -> float:
+        _ratios.append((request.node.name, seconds, raw_seconds, seconds / raw_seconds))
+        return seconds / raw_seconds
+
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name, seconds, raw, ratio in _ratios:
+        terminalreporter.write_line(
+            f"{name}: {seconds * 1e3:.3f} ms, raw {raw * 1e3:.3f} ms, ratio {ratio:.2f} (medians)"
+        )

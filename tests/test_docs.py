@@ -1,0 +1,129 @@
+"""The README is true: its code runs, and its files and commands exist."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_first_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = next(block for block in blocks("python") if "RolloutBank.open" in block and "async" not in block)
+    exec(compile(program, "README.md", "exec"), {})
+
+
+def test_the_loop_trains_and_resumes(tmp_path: Path) -> None:
+    """The README's loop, given generators and a model, is stopped in the middle and run again."""
+    import asyncio
+    import itertools
+
+    from arrowbank import RolloutGroup, TokenRollout, scan
+
+    (program,) = [block for block in blocks("python") if "async def train" in block]
+    counter = itertools.count()
+    trained: dict[int, list[str]] = {}
+    saved: list[int] = []
+
+    def generator(name: str):  # type: ignore[no-untyped-def]
+        async def generate(num_groups: int):  # type: ignore[no-untyped-def]
+            for _ in range(num_groups):
+                member = TokenRollout(trajectory=[[1, next(counter)]], reward=1.0, env_id=name)
+                yield RolloutGroup(rollouts=[member])
+
+        return generate
+
+    def train_step(groups: list[RolloutGroup]) -> None:
+        trained[groups[0].batch_id] = [str(group.uid) for group in groups]
+        if len(trained) == 31 and not restarted:
+            raise KeyboardInterrupt
+
+    restarted = False
+    names = {
+        "generate_math": generator("math"),
+        "generate_code": generator("code"),
+        "train_step": train_step,
+        "save_model": saved.append,
+    }
+    exec(compile(program, "README.md", "exec"), names)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(names["train"](tmp_path, 0, 40))
+    before, generated = dict(trained), next(counter)
+    restarted = True
+    asyncio.run(names["train"](tmp_path, saved[-1], 40))
+    assert saved == [20, 40]
+    assert {k: trained[k] for k in before} == before
+    assert next(counter) - generated - 1 == 64 * (40 - 31)
+    assert scan(tmp_path / "bank").to_arrow().num_rows == 64 * 40
+
+
+def test_the_queries_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import duckdb
+    import pandas as pd
+
+    from arrowbank import RolloutBank, RolloutGroup, TokenRollout
+
+    monkeypatch.chdir(tmp_path)
+    with RolloutBank.open("run/bank") as bank:
+        bank.restore(0)
+        for k in range(3):
+            bank.begin_iteration(k)
+            uid = bank.append(RolloutGroup(rollouts=[TokenRollout(trajectory=[[1]], reward=k, env_id="math")]))
+            bank.mark_consumed([uid], k)
+        bank.checkpoint(3)
+        bank.close(final=True)
+    polars_block, pandas_block = (block for block in blocks("python") if "archive/*.parquet" in block or "pd." in block)
+    lines = polars_block.strip().splitlines()
+    names: dict[str, object] = {"Path": Path, "pd": pd}
+    exec("\n".join(lines[:-1]), names)
+    assert eval(lines[-1], names)["reward"].to_list() == [0.0, 1.0, 2.0]
+    assert eval(pandas_block.strip().splitlines()[-1], names)["reward"].sum() == 3.0
+    (query,) = blocks("sql")
+    assert [row[2] for row in duckdb.sql(query).fetchall()] == [0.0, 1.0, 2.0]
+
+
+def test_the_two_commands_are_there() -> None:
+    commands = [line for block in blocks("sh") for line in block.splitlines()]
+    assert sum("arrowbank demo" in line for line in commands) == 1
+    assert sum("pytest" in line for line in commands) == 1
+
+
+def test_named_source_files_exist() -> None:
+    section = README.split("## Reading the source")[1]
+    for name in re.findall(r"`([\w/.]+\.(?:py|md))`", section):
+        assert (ROOT / "arrowbank" / name).exists() or (ROOT / name).exists(), name
+
+
+def test_every_module_says_what_it_is_responsible_for() -> None:
+    import ast
+
+    for path in (ROOT / "arrowbank").rglob("*.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+@pytest.mark.slow
+def test_notebooks_run_and_show_their_plots() -> None:
+
+    # The kernel's own threads warn about their event loop; the notebook's code is what is tested here.
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        script = (
+            "import sys, nbformat; from nbclient import NotebookClient;"
+            "book = nbformat.read(sys.argv[1], as_version=4);"
+            "NotebookClient(book, timeout=120, resources={'metadata': {'path': sys.argv[2]}}).execute();"
+            "outputs = [o for c in book.cells if c.cell_type == 'code' for o in c.outputs];"
+            "assert any('image/png' in o.get('data', {}) for o in outputs), 'no plot'"
+        )
+        command = [sys.executable, "-c", script, str(path), str(path.parent)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert list((ROOT / "notebooks").glob("*.ipynb"))
