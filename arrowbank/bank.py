@@ -222,26 +222,32 @@ class RolloutBank:
             raise ValueError(f'mode {mode!r}: use "replay", "requeue" or "discard"')
         if iteration < 0:
             raise ValueError(f"restore({iteration}): a checkpoint counts complete iterations, 0 or more")
-        with self._lock:
-            if self._restored or self._line.last_drawn >= 0 or self._appender.sizes:
-                self._renew_session()
-            self._refuse_damage(accept_damage)
-            through = self._store.manifest.archived_through
-            if iteration < through:
-                raise ReplayUnavailableError(
-                    f"restore({iteration}): the archive has taken iterations up to {through - 1}; the earliest "
-                    f"checkpoint to restore is {through}. Keep more with keep_checkpoints"
-                )
-            history = self._state.history
-            lines = {number: line for number, line in history.lines.items() if number != self.session}
-            history.lines = lines
-            entry = RestoredEntry(iteration, mode, history.parent_of(iteration))
-            self._journal.write([entry])
-            history.apply(self.session, entry)
-            self._line = history.line(self.session)
-            self._restored, self._iteration = True, iteration
-            seconds = time.monotonic() - self._started
-            return hand_back(self._state, self._line, live_bytes=self.live_bytes, seconds=seconds)
+        while True:
+            self._compactor.wait()  # without the lock, which planning takes
+            with self._lock:
+                if not self._compactor.is_running:
+                    return self._restore(iteration, mode, accept_damage)
+
+    def _restore(self, iteration: int, mode: str, accept_damage: bool) -> Restored:
+        if self._restored or self._line.last_drawn >= 0 or self._appender.sizes:
+            self._renew_session()
+        self._refuse_damage(accept_damage)
+        through = self._store.manifest.archived_through
+        if iteration < through:
+            raise ReplayUnavailableError(
+                f"restore({iteration}): the archive has taken iterations up to {through - 1}; the earliest "
+                f"checkpoint to restore is {through}. Keep more with keep_checkpoints"
+            )
+        history = self._state.history
+        lines = {number: line for number, line in history.lines.items() if number != self.session}
+        history.lines = lines
+        entry = RestoredEntry(iteration, mode, history.parent_of(iteration))
+        self._journal.write([entry])
+        history.apply(self.session, entry)
+        self._line = history.line(self.session)
+        self._restored, self._iteration = True, iteration
+        seconds = time.monotonic() - self._started
+        return hand_back(self._state, self._line, live_bytes=self.live_bytes, seconds=seconds)
 
     def _renew_session(self) -> None:
         self._finish_writing()

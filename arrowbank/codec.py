@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import SerializerFunctionWrapHandler, model_serializer
 
 from arrowbank import arrays, details, turns
 from arrowbank.columns import Columns
@@ -422,11 +421,6 @@ class StoredGroup(RolloutGroup):
 
     def __str__(self) -> str:
         return str(self.plain())
-
-    @model_serializer(mode="wrap")
-    def _serialize(self, handler: SerializerFunctionWrapHandler) -> Any:
-        _ = self.rollouts
-        return handler(self)
 
 
 def _itself(group: RolloutGroup) -> RolloutGroup:

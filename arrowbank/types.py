@@ -31,7 +31,9 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
+    SerializerFunctionWrapHandler,
     ValidationError,
+    model_serializer,
 )
 
 from arrowbank import arrays
@@ -228,6 +230,11 @@ class RolloutGroup(AgentBaseModel):
     def env_id(self) -> EnvId:
         """The environment that the members name; "" when none does."""
         return next((rollout.env_id for rollout in self.rollouts if rollout.env_id), "")
+
+    @model_serializer(mode="wrap")
+    def _serialize(self, handler: SerializerFunctionWrapHandler) -> Any:
+        _ = self.rollouts  # a stored group decodes them now; pydantic looks past __getattr__, also from other models
+        return handler(self)
 
     def __iter__(self) -> Iterator[TokenRollout | Rollout]:  # type: ignore[override]  # a sequence of rollouts, as in Megatron
         return iter(self.rollouts)

@@ -37,6 +37,10 @@ class Compactor:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="arrowbank-compact")
         self._running = self._executor.submit(self._run, settled_by, last)
 
+    @property
+    def is_running(self) -> bool:
+        return self._running is not None and not self._running.done()
+
     def wait(self) -> None:
         """Wait until all that was started has run."""
         if self._running is not None:
