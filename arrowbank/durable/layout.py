@@ -21,8 +21,9 @@ A record's header is an Arrow ``Message`` whose custom metadata has two entries:
 split, size (rollouts), and where they say something source_index, evicted (the reason), batch_id, index_in_batch and
 extra.
 
-Writing a record: all of it but its first eight bytes, with eight zeros behind it; then those first eight bytes; then
-fdatasync. Until the eight bytes are there, a reader sees zeros and so the end. Nothing is ever rewritten.
+Writing records: all of them but each one's first eight bytes, which stay zero, with eight zeros behind the last; then
+those first eight bytes, record by record; then fdatasync. Until a record's eight bytes are there, a reader sees zeros and
+so the end. Nothing is ever rewritten.
 
 Reading: the seal is checked over the raw bytes before anything parses them. A reader that meets damage, or zeros with
 bytes behind them, looks on for the next record whose seal names the very offset where it stands and a higher sequence

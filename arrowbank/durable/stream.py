@@ -69,10 +69,17 @@ class StreamWriter:
         for sequence, message in enumerate(messages, self.records):
             seal.stamp(message, self._binding, sequence=sequence, offset=end)
             end += len(message)
-        views: list[memoryview | bytearray | bytes] = [memoryview(messages[0])[PREFIX.size :], *messages[1:], _ZEROS]
+        # Every record's own prefix comes after all the bytes, in order: whoever looks meanwhile sees whole records and
+        # then the end, never a later record behind one that seems to be missing.
+        views: list[memoryview | bytes] = []
+        for message in messages:
+            views += (memoryview(message)[PREFIX.size :], _ZEROS)
         try:
             files.write_at(self._descriptor, views, first + PREFIX.size)
-            files.write_at(self._descriptor, [memoryview(messages[0])[: PREFIX.size]], first)
+            place = first
+            for message in messages:
+                files.write_at(self._descriptor, [memoryview(message)[: PREFIX.size]], place)
+                place += len(message)
             os.fdatasync(self._descriptor)
         except BaseException:
             self.poisoned = True
@@ -145,9 +152,7 @@ def scan(data: memoryview, name: str, bank_id: str) -> Scan:
     """Read every record of the stream ``name`` that its seal vouches for, whatever lies between them."""
     found = Scan(name)
     reader = _Reader(data, name, binding(bank_id, name))
-    place = reader.after_schema()
-    if place is None:
-        place = reader.skip_damage(found, 0, "the schema message is damaged")
+    place = reader.first_record(found)
     while place is not None:
         record = reader.record_at(place, found)
         if record is not None:
@@ -166,16 +171,21 @@ class _Reader:
         self.name = name
         self.bound = bound
 
+    def first_record(self, found: Scan) -> int | None:
+        """Return where to start: behind the schema, or at the first record when the schema is not what it was."""
+        place, first = self.after_schema(), self._next_record(found, 0)
+        if place is not None and (first is None or place <= first):
+            return place
+        end = len(self.data) if first is None else first
+        if end:
+            torn = first is None and not self._tail_is_whole(0)
+            found.damage.append(Damage(self.name, 0, end, "the schema message is damaged", torn))
+        return first
+
     def after_schema(self) -> int | None:
-        """Return where the first record starts, or None when the first message is not whole or not a schema."""
+        """Return where the first message says that it ends. Nothing vouches for its bytes, so nothing parses them."""
         length = self._header_length(0)
-        if not length:
-            return None
-        try:
-            pa.ipc.read_schema(pa.py_buffer(self.data[: PREFIX.size + length]))
-        except (pa.ArrowInvalid, OSError):
-            return None
-        return PREFIX.size + length
+        return PREFIX.size + length if length and length % 8 == 0 else None
 
     def record_at(self, place: int, found: Scan) -> Record | None:
         """Return the record at ``place`` if a matching seal says that it belongs there."""
