@@ -17,6 +17,7 @@ import select
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ import xxhash
 
 from arrowbank import RolloutBank, RolloutGroup, TokenRollout, scan
 from arrowbank.archive.store import ArchiveStore
-from arrowbank.durable.segment import Appender
+from arrowbank.durable.stream import StreamWriter
 
 BATCH, EVERY, MEMBERS = 8, 2, 2
 
@@ -243,16 +244,18 @@ def main(directory: Path, cycles: int, seed: int) -> dict[str, Any]:
 def plant(fault: str) -> None:
     """Break the bank on purpose."""
     if fault == "acknowledge before write":
-        write = Appender._write
+        append = StreamWriter.append
 
-        def late(self: Appender, batch: Any) -> None:
-            waiting = self.__dict__.setdefault("held_back", [])
-            waiting.append([(ticket.messages, ticket.heads, ticket.iteration) for ticket in batch])
-            if len(waiting) > 4:
-                waiting.pop(0)
-                write(self, batch)
+        def late(self: StreamWriter, messages: Any) -> None:
+            if self.path.parent.name != "segments":
+                return append(self, messages)
+            later = StreamWriter(self.path, os.dup(self._descriptor), "", self.offset)
+            later._binding, later.records = self._binding, self.records
+            self.offset += sum(map(len, messages))
+            self.records += len(messages)
+            threading.Timer(0.1, append, (later, messages)).start()
 
-        Appender._write = late  # type: ignore[method-assign]
+        StreamWriter.append = late  # type: ignore[method-assign]
     elif fault == "publish twice":
         add = ArchiveStore.add
 
