@@ -552,12 +552,15 @@ class RolloutBank:
             if final:
                 self._compactor.start(max(self._line.checkpoints, default=0), last=True)
             self._compactor.wait()
+        except FencedError:
+            _log.info("%s: closing a session that lost its place; the bank is its new holder's", self._paths.root)
         finally:
             self._closed = True
             self._compactor.close()
             self._journal.close()
             self._release()
-        self._compactor.raise_error()
+        if not isinstance(self._compactor.error, FencedError):
+            self._compactor.raise_error()
 
     def _finish_writing(self) -> None:
         with self._lock:

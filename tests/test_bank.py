@@ -500,9 +500,7 @@ def test_each_rollout_is_in_the_archive_once_for_every_reader(path: Path) -> Non
     assert consumed.select(order).equals(consumed.sort(order).select(order))
     assert consumed.filter(pl.col("member_index") == 0)["group_uid"].to_list() == uids
     states = consumed.filter(pl.col("draw_state").is_not_null())
-    assert states.select("consumed_position", "draw_state").rows() == [
-        (0, b"%d" % k) for k in range(5) for _ in range(4)
-    ]
+    assert states.select("consumed_position", "draw_state").rows() == [(0, b"%d" % k) for k in range(5)]
     assert not list((path / "segments").iterdir())
     back = {group.uid: group for group in scan(path).groups()}
     assert all(back[uid][0] == token_group(seed)[0] for seed, uid in enumerate(uids))
@@ -527,7 +525,7 @@ def test_a_group_that_waits_keeps_its_segment_and_no_other(path: Path) -> None:
         bank.restore(0)
         bank.append(token_group(98))
         train(bank, 0, 6)
-        assert [file.name[:8] for file in sorted((path / "segments").iterdir())][0] == "00000000"
+        assert min(file.name for file in (path / "segments").iterdir()).startswith("00000000")
         assert bank.stats().archived_groups == 8
     view = scan(path).to_polars().collect()
     assert view.height == view.select("group_uid", "member_index").unique().height == 4 * 13
@@ -583,9 +581,9 @@ def test_a_failed_compaction_is_tried_again_by_the_next_checkpoint(path: Path, m
             train(bank, 2, 3, every=9)
             with pytest.raises(OSError, match="no space left"):
                 bank.checkpoint(3, wait=True)
-            bank.append(token_group(70))
+            bank.evict([bank.append(token_group(70))], "stale")
         train(bank, 3, 4)
-        assert bank.stats().compaction_error is None and bank.stats().archived_groups == 6
+        assert bank.stats().compaction_error is None and bank.stats().archived_groups == 7
 
 
 def test_inputs_are_unlinked_one_commit_after_the_manifest_that_retired_them(path: Path) -> None:
@@ -595,7 +593,7 @@ def test_inputs_are_unlinked_one_commit_after_the_manifest_that_retired_them(pat
         retired = json.loads((path / "MANIFEST.json").read_text())["retired"]
         assert list(retired) == ["00000000-main-s0001-0000.arrows", "00000001-main-s0001-0000.arrows"]
         there = {file.name for file in (path / "segments").iterdir()}
-        assert list(retired)[0] not in there and list(retired)[1] in there
+        assert [name in there for name in retired] == [False, True]
 
 
 def test_going_over_max_bytes_warns_once_and_again_after_compaction(

@@ -22,8 +22,8 @@ split, size (rollouts), and where they say something source_index, evicted (the 
 extra.
 
 Writing records: all of them but each one's first eight bytes, which stay zero, with eight zeros behind the last; then
-those first eight bytes, record by record; then fdatasync. Until a record's eight bytes are there, a reader sees zeros and
-so the end. Nothing is ever rewritten.
+those first eight bytes, record by record; then fdatasync. Until a record's eight bytes are there, a reader sees zeros,
+and so the end. Nothing is ever rewritten.
 
 Reading: the seal is checked over the raw bytes before anything parses them. A reader that meets damage, or zeros with
 bytes behind them, looks on for the next record whose seal names the very offset where it stands and a higher sequence
