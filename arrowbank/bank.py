@@ -6,36 +6,34 @@ archive. Whoever writes records or commits the archive never takes the bank's lo
 
 from __future__ import annotations
 
-import asyncio
-import functools
+import contextlib
 import logging
+import operator
 import os
 import threading
 import time
-import uuid
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import Literal, Self
 
-from arrowbank import codec
 from arrowbank.archive import compaction
 from arrowbank.archive.compactor import Compactor
-from arrowbank.archive.store import ArchiveStore, make_empty
+from arrowbank.archive.store import ArchiveStore, create_bank
 from arrowbank.durable import files
+from arrowbank.durable.appender import Appender
+from arrowbank.durable.intake import AppendOptions, Intake
 from arrowbank.durable.journal import Checkpointed, Drawn, Entry, Evicted, Journal, Sealed
 from arrowbank.durable.journal import Restored as RestoredEntry
-from arrowbank.durable.layout import BankPaths, JournalName
+from arrowbank.durable.layout import BankPaths
 from arrowbank.durable.line import Line
-from arrowbank.durable.manifest import create_manifest, data_without_manifest, read_manifest, write_manifest
+from arrowbank.durable.manifest import data_without_manifest, read_manifest
 from arrowbank.durable.recovery import State, read_state
-from arrowbank.durable.segment import Appender, SegmentFacts, Ticket
+from arrowbank.durable.segment import SegmentFacts
 from arrowbank.durable.session import Claim, Takeover, claim_session
 from arrowbank.errors import (
     BankClosedError,
     CorruptRecordError,
-    DuplicateGroupError,
     FencedError,
     InvalidDrawError,
     ReplayUnavailableError,
@@ -47,22 +45,7 @@ from arrowbank.types import RolloutGroup
 __all__ = ["RolloutBank"]
 
 _log = logging.getLogger("arrowbank")
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _MAIN = "main"
-
-
-def _open_handle(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Refuse a call on a handle that is closed, or that was inherited through a fork."""
-
-    @functools.wraps(method)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        bank = args[0]
-        assert isinstance(bank, RolloutBank)
-        bank._require_open()
-        return method(*args, **kwargs)
-
-    return checked
 
 
 class RolloutBank:
@@ -79,10 +62,10 @@ class RolloutBank:
         self._paths = paths
         self._max_bytes = max_bytes
         self._warned = False
+        self._warning = threading.Lock()
         self._keep_checkpoints = keep_checkpoints
         self._lock = threading.RLock()
         self._retries: set[str] = set()
-        self._encoding: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
         self._begin_session(claim)
 
     @classmethod
@@ -107,6 +90,7 @@ class RolloutBank:
         if keep_checkpoints < 1:
             raise ValueError(f"keep_checkpoints {keep_checkpoints}: at least the last checkpoint is kept")
         paths = BankPaths(Path(path).absolute())
+        paths.refuse_links()
         is_new = not paths.manifest.exists() and data_without_manifest(paths) is None
         if not is_new:
             read_manifest(paths)  # raises before anything is touched
@@ -114,19 +98,18 @@ class RolloutBank:
         claim = claim_session(paths, takeover)
         try:
             if is_new and not paths.manifest.exists():
-                manifest = create_manifest()
-                make_empty(paths, claim.tmp, manifest.version)
-                write_manifest(paths, manifest, claim.tmp)
+                create_bank(paths, claim.tmp)
             return cls(paths, claim, max_bytes=max_bytes, keep_checkpoints=keep_checkpoints)
         except BaseException:
-            claim.release()
+            with contextlib.suppress(OSError):
+                claim.release()
             raise
 
     def _begin_session(self, claim: Claim) -> None:
         """Read what is there and start writing under a newly claimed session."""
-        manifest = read_manifest(self._paths)
         self._claim = claim
-        self._store = ArchiveStore(self._paths, manifest, claim.session)
+        manifest = read_manifest(self._paths)
+        self._store = ArchiveStore(self._paths, manifest, claim.session, claim.check)
         self._store.settle()
         self._state: State = read_state(self._paths, manifest)
         self._had_groups = bool(self._state.groups) or bool(manifest.files)
@@ -142,8 +125,10 @@ class RolloutBank:
             check_fence=claim.check,
             abandon=self._journal.abandon,
         )
+        self._intake = Intake(
+            self._appender, session=claim.session, writer=_MAIN, retries=self._retries, on_written=self._warn_if_full
+        )
         self._compactor = Compactor(self._store, plan=self._plan, forget=self._forget, check_fence=claim.check)
-        self._appended_groups = 0
 
     def __enter__(self) -> Self:
         self._require_open()
@@ -152,15 +137,32 @@ class RolloutBank:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            if failure is not error:
+                error.add_note(f"closing the bank failed as well: {failure}")
 
     def _require_open(self) -> None:
         if self._closed:
             raise BankClosedError(f"{self._paths.root}: this handle was closed; open the bank again")
+        self._require_own_process()
+
+    def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
             raise BankClosedError(
                 f"{self._paths.root}: this handle belongs to process {self._pid}, which forked this one; use it there"
             )
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Take the lock of a handle that is open, before and after the wait for it."""
+        self._require_open()
+        with self._lock:
+            self._require_open()
+            yield
 
     # -- what it says of itself
 
@@ -181,6 +183,7 @@ class RolloutBank:
 
     def stats(self) -> BankStats:
         """Return counts of this handle."""
+        self._require_own_process()  # a fork may have copied the lock while it was held
         with self._lock:
             self._take_arrivals()
             archived = self._store.manifest.files
@@ -189,8 +192,8 @@ class RolloutBank:
                 iteration=self._iteration,
                 live_groups=len(self._state.groups),
                 live_bytes=self.live_bytes,
-                appended_groups=self._appended_groups,
-                appended_bytes=sum(self._appender.sizes.copy().values()),
+                appended_groups=self._appender.groups,
+                appended_bytes=self._appender.nbytes,
                 commits=self._appender.commits,
                 archived_files=len(archived),
                 archived_groups=sum(file.groups for file in archived),
@@ -200,7 +203,6 @@ class RolloutBank:
 
     # -- resume
 
-    @_open_handle
     def restore(
         self,
         iteration: int,
@@ -216,20 +218,22 @@ class RolloutBank:
 
         Durability: the restore is on disk on return. A second restore on a handle begins a new session.
         Raises: ReplayUnavailableError when the archive has already taken draws that would have to be replayed;
-        CorruptRecordError for a damaged journal; FencedError; OSError.
+        HistoryGoneError; CorruptRecordError for a damaged journal; FencedError; OSError.
         """
+        iteration = operator.index(iteration)
         if mode not in ("replay", "requeue", "discard"):
             raise ValueError(f'mode {mode!r}: use "replay", "requeue" or "discard"')
         if iteration < 0:
             raise ValueError(f"restore({iteration}): a checkpoint counts complete iterations, 0 or more")
         while True:
             self._compactor.wait()  # without the lock, which planning takes
-            with self._lock:
+            with self._turn():
                 if not self._compactor.is_running:
                     return self._restore(iteration, mode, accept_damage)
 
     def _restore(self, iteration: int, mode: str, accept_damage: bool) -> Restored:
-        if self._restored or self._line.last_drawn >= 0 or self._appender.sizes:
+        line = self._line
+        if self._restored or line.last_drawn >= 0 or line.checkpoints or self._appender.sizes or self._appender.groups:
             self._renew_session()
         self._refuse_damage(accept_damage)
         through = self._store.manifest.archived_through
@@ -250,27 +254,34 @@ class RolloutBank:
         return hand_back(self._state, self._line, live_bytes=self.live_bytes, seconds=seconds)
 
     def _renew_session(self) -> None:
-        self._finish_writing()
-        self._compactor.close()
-        self._journal.close()
-        self._begin_session(claim_session(self._paths, "force"))
+        """Close the session and begin the next one. A failure closes the handle."""
+        try:
+            self._finish_writing()
+            self._compactor.close()
+            self._journal.close()
+            self._begin_session(self._claim.renew())
+        except BaseException:
+            self._closed = True
+            with contextlib.suppress(OSError):
+                self._claim.release()
+            raise
 
     def _refuse_damage(self, accept: bool) -> None:
-        for damage in self._state.damage:
-            if JournalName.parse(damage.name) and not damage.torn and not accept:
-                raise CorruptRecordError(
-                    self._paths.journal / damage.name,
-                    f"{damage.reason}: a draw may be hidden",
-                    offset=damage.offset,
-                    hint="restore(…, accept_damage=True) goes on with what can be read",
-                )
+        if self._state.hidden and not accept:
+            damage, iterations = self._state.hidden[0]
+            raise CorruptRecordError(
+                self._paths.journal / damage.name,
+                f"{damage.reason}: a draw {iterations} may be hidden",
+                offset=damage.offset,
+                hint="restore(…, accept_damage=True) goes on with what can be read",
+            )
 
     # -- collecting
 
-    @_open_handle
     def begin_iteration(self, iteration: int) -> None:
         """Say that groups finished from now on are collected at ``iteration``. Iterations only go up."""
-        with self._lock:
+        iteration = operator.index(iteration)
+        with self._turn():
             floor = max(self._iteration, self._line.resumed)
             if iteration < floor:
                 raise InvalidDrawError(f"begin_iteration({iteration}) after iteration {floor}; iterations only go up")
@@ -278,7 +289,6 @@ class RolloutBank:
             self._iteration = iteration
             self._line.began = max(self._line.began, iteration)
 
-    @_open_handle
     def append(
         self,
         group: RolloutGroup,
@@ -298,7 +308,6 @@ class RolloutBank:
         """
         return self.append_many([group], split=split, evicted=evicted, source_index=source_index)[0]
 
-    @_open_handle
     def append_many(
         self,
         groups: Iterable[RolloutGroup],
@@ -308,14 +317,9 @@ class RolloutBank:
         source_index: int | None = None,
     ) -> list[str]:
         """Make several groups durable with one sync, all or none; return their uids. As ``append``."""
-        ticket = self._ticket(list(groups), split, evicted, source_index)
-        if not ticket.messages:
-            return []
-        try:
-            self._appender.commit(ticket)
-        finally:
-            self._written(ticket)
-        return [head["uid"] for head in ticket.heads]
+        self._require_open()
+        options = AppendOptions(split=split, evicted=evicted, source_index=source_index)
+        return self._intake.append(list(groups), self._iteration, options)
 
     async def append_async(
         self,
@@ -330,83 +334,27 @@ class RolloutBank:
         The group's arrays must not change until it returns. A cancelled append may be durable all the same.
         """
         self._require_open()
-        loop = asyncio.get_running_loop()
-        async with self._encoding.setdefault(loop, asyncio.Lock()):
-            ticket = self._ticket([group], split, evicted, source_index)
-            durable = loop.create_future()
-            ticket.notify = functools.partial(self._notify, loop, durable)
-            self._appender.commit_soon(ticket)
-            await asyncio.sleep(0)  # many appends in one tick must not stop the loop for all their encodings
-        await durable
-        uid: str = ticket.heads[0]["uid"]
-        return uid
+        options = AppendOptions(split=split, evicted=evicted, source_index=source_index)
+        return await self._intake.append_async(group, lambda: self._iteration, options)
 
-    def _notify(self, loop: asyncio.AbstractEventLoop, durable: asyncio.Future[None], ticket: Ticket) -> None:
-        """Tell an append's event loop; called by the thread that wrote."""
-        self._written(ticket)
-        try:
-            loop.call_soon_threadsafe(_resolve, durable, ticket.error)
-        except RuntimeError:
-            _log.debug("an event loop was closed while an append was in flight; the group is safe")
-
-    def _ticket(
-        self, groups: Sequence[RolloutGroup], split: str, evicted: str | None, source_index: int | None
-    ) -> Ticket:
-        """Encode groups; on any refusal none of them is changed."""
-        if not split:
-            raise ValueError('split "": name the split, "train" for groups to train on')
-        messages: list[bytearray] = []
-        heads: list[dict[str, Any]] = []
-        for group in groups:
-            uid = self._uid_for(group, heads)
-            encoded = codec.encode_group(
-                group,
-                uid=uid,
-                iteration=self._iteration,
-                session=self.session,
-                writer=_MAIN,
-                completed_at_us=time.time_ns() // 1000,
-                split=split,
-                evicted=evicted,
-                source_index=source_index,
-            )
-            messages.append(self._appender.template.build(encoded.columns, encoded.head))
-            heads.append(encoded.head)
-        for group, head in zip(groups, heads, strict=True):
-            group.uid = head["uid"]
-            self._retries.discard(head["uid"])
-        return Ticket(messages, heads, self._iteration)
-
-    def _uid_for(self, group: RolloutGroup, heads: list[dict[str, Any]]) -> str:
-        if not isinstance(group, RolloutGroup):
-            raise TypeError(f"expected a RolloutGroup, found {type(group).__name__}")
-        if group.uid is None:
-            return uuid.uuid4().hex
-        if group.uid not in self._retries or any(head["uid"] == group.uid for head in heads):
-            raise DuplicateGroupError(
-                f"the group has uid {group.uid}: it was appended before. To append a copy, set uid to None"
-            )
-        return group.uid
-
-    def _written(self, ticket: Ticket) -> None:
-        """Note how an append went."""
-        if ticket.error is not None or not ticket.done:
-            self._retries.update(head["uid"] for head in ticket.heads)
+    def _warn_if_full(self) -> None:
+        """Warn of too many live bytes, once until compaction has brought them down. Takes no lock but its own."""
+        if self._max_bytes is None or self._warned or self.live_bytes <= self._max_bytes:
             return
-        self._appended_groups += len(ticket.heads)
-        if self._max_bytes is not None and not self._warned and self.live_bytes > self._max_bytes:
+        with self._warning:
+            if self._warned:
+                return
             self._warned = True
-            _log.warning(
-                "%s: %s live bytes are more than max_bytes %s. Nothing is dropped; record checkpoints more often, or "
-                "let generation run less far ahead (lag), so that compaction can archive more",
-                self._paths.root,
-                f"{self.live_bytes:,}",
-                f"{self._max_bytes:,}",
-            )
+        _log.warning(
+            "%s: %s live bytes are more than max_bytes %s. Nothing is dropped; record checkpoints more often, or let "
+            "generation run less far ahead (lag), so that compaction can archive more",
+            self._paths.root,
+            f"{self.live_bytes:,}",
+            f"{self._max_bytes:,}",
+        )
 
     # -- training
 
-    @_open_handle
     def mark_consumed(self, uids: Iterable[str], iteration: int, *, span: int = 1, state: bytes | None = None) -> None:
         """Record one draw: the groups, in order, that the batch of ``iteration`` is made of.
 
@@ -416,8 +364,9 @@ class RolloutBank:
         Durability: as ``append``; the groups are durable before it. Waits for appends in flight.
         Raises: InvalidDrawError, UnknownGroupError, FencedError, OSError (then the draw was not made).
         """
-        drawn = Drawn(iteration, _uids(uids), span, None if state is None else bytes(state))
-        with self._lock:
+        kept = None if state is None else bytes(memoryview(state))
+        drawn = Drawn(operator.index(iteration), _uids(uids), operator.index(span), kept)
+        with self._turn():
             self._require_restored(f"mark_consumed at iteration {iteration}")
             self._appender.flush()
             self._take_arrivals()
@@ -430,7 +379,6 @@ class RolloutBank:
                     raise InvalidDrawError(f"group {uid} is of split {split!r}, which is never trained on")
             self._record(drawn)
 
-    @_open_handle
     def evict(self, uids: Iterable[str], reason: str) -> None:
         """Say that groups will never be trained on, and why. Already evicted ones keep their reason.
 
@@ -440,7 +388,7 @@ class RolloutBank:
         names = _uids(uids)
         if not reason:
             raise ValueError("evict: say a reason")
-        with self._lock:
+        with self._turn():
             self._require_restored("evict")
             self._appender.flush()
             self._take_arrivals()
@@ -450,7 +398,6 @@ class RolloutBank:
             if new:
                 self._record(Evicted(new, reason))
 
-    @_open_handle
     def checkpoint(self, iteration: int, *, wait: bool = False) -> None:
         """Record that the model checkpoint holding ``iteration`` iterations is durable. Call it after that.
 
@@ -460,7 +407,9 @@ class RolloutBank:
 
         Raises: InvalidDrawError beyond the last begun iteration + 1; FencedError; OSError.
         """
-        with self._lock:
+        iteration = operator.index(iteration)
+        with self._turn():
+            self._require_restored(f"checkpoint({iteration})")
             if self._line.check_checkpoint(iteration):
                 self._take_arrivals()
                 self._record(Checkpointed(iteration))
@@ -512,19 +461,15 @@ class RolloutBank:
     def _plan(self, settled_by: int) -> compaction.Task | None:
         """Tell the compactor what is finished."""
         with self._lock:
-            self._take_arrivals()
             self._claim.check()
-            known = compaction.fates(self._state.history, self._line, settled_by)
-            groups = self._state.groups.values()
-            damaged = {damage.name for damage in self._state.damage} | self._state.lost.keys()
+            # In this order: a segment that was made before the first look and is not active at the second one gets
+            # no more groups, and those it has got are among the arrivals.
+            made = {*self._state.segment_bytes, *self._appender.sizes.copy()}
             active = self._appender.active_names()
-            segments = compaction.finished_segments(groups, known, active=active, damaged=damaged)
-            if not segments:
-                return None
-            taken = set(segments)
-            fates = {ref.uid: known.get(ref.uid, compaction.Fate()) for ref in groups if ref.segment in taken}
-            root, bank_id = self._paths.root, self._store.manifest.bank_id
-            return compaction.Task(root, bank_id, tuple(segments), fates, settled_by, self._store.target())
+            self._take_arrivals()
+            finished = [name for name in made if str(name) not in active]
+            bank_id, target = self._store.manifest.bank_id, self._store.target()
+            return compaction.plan(self._paths.root, bank_id, self._state, self._line, settled_by, finished, target)
 
     def _forget(self, task: compaction.Task) -> None:
         """Let go of what is archived now."""
@@ -545,22 +490,31 @@ class RolloutBank:
         final: the run is over; everything that its last checkpoint settles, and all evicted, is archived first.
         Raises: what background compaction met last; OSError. The bank is given back all the same.
         """
-        if self._closed or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         try:
             self._finish_writing()
             if final:
                 self._compactor.start(max(self._line.checkpoints, default=0), last=True)
             self._compactor.wait()
-        except FencedError:
-            _log.info("%s: closing a session that lost its place; the bank is its new holder's", self._paths.root)
+            self._compactor.raise_error()
+        except FencedError as error:
+            _log.warning("%s", error)  # nothing that was acknowledged is lost, and the bank is another's to close
         finally:
-            self._closed = True
+            self._let_go()
+
+    def _let_go(self) -> None:
+        try:
             self._compactor.close()
             self._journal.close()
-            self._release()
-        if not isinstance(self._compactor.error, FencedError):
-            self._compactor.raise_error()
+        except FencedError:
+            pass  # told when it happened
+        finally:
+            self._claim.release()
 
     def _finish_writing(self) -> None:
         with self._lock:
@@ -571,22 +525,6 @@ class RolloutBank:
             if self._appender.closed:
                 self._journal.write([Sealed(tuple(self._appender.closed))])
                 self._appender.closed.clear()
-
-    def _release(self) -> None:
-        try:
-            self._claim.check()
-        except FencedError:
-            return  # the bank is somebody else's now: so are LOCK and tmp/
-        self._claim.release()
-
-
-def _resolve(durable: asyncio.Future[None], error: BaseException | None) -> None:
-    if durable.done():
-        return  # whoever waited was cancelled
-    if error is None:
-        durable.set_result(None)
-    else:
-        durable.set_exception(error)
 
 
 def _uids(uids: Iterable[str]) -> tuple[str, ...]:

@@ -50,6 +50,8 @@ class RestoreReport:
     """Records that were acknowledged and cannot be read."""
     seconds: float
     """Of opening and restoring."""
+    recorded: bool = True
+    """Whether ``checkpoint`` was called for the restored checkpoint; otherwise its line was inferred."""
 
     def __str__(self) -> str:
         lines = [
@@ -59,6 +61,8 @@ class RestoreReport:
             f"damage: {'; '.join(self.damage) or 'none'}",
             f"lost: {self.lost_records} records",
         ]
+        if not self.recorded:
+            lines.append("no session recorded this checkpoint: took the newest line that may have got to it")
         return "\n".join(lines)
 
 
@@ -71,6 +75,8 @@ class Restored:
     """To be replayed, in order."""
     pending: GroupQueuesPerEnv
     """Finished groups that were never trained on, by environment, oldest first."""
+    source_indices: frozenset[int]
+    """Which prompts of their source the planned and the pending groups came from: no need to generate these again."""
     report: RestoreReport
 
 
@@ -99,10 +105,13 @@ class BankStats:
 def hand_back(state: State, line: Line, *, live_bytes: int, seconds: float) -> Restored:
     """Return what a line, just resumed, says of the groups that are there."""
     draws = [_draw(state, line, draw) for draw in line.plan()]
+    handed = {group.uid for draw in draws for group in draw.groups}
     pending: GroupQueuesPerEnv = {}
     for uid, ref in sorted(state.groups.items(), key=lambda item: item[1].age):
         if ref.head["split"] == "train" and uid not in state.history.evicted and line.find(uid) is None:
             pending.setdefault(ref.head["env"], deque()).append(_stored(ref))
+            handed.add(uid)
+    sources = (ref.head.get("source_index") for uid, ref in state.groups.items() if uid in handed)
     report = RestoreReport(
         draws=len(draws),
         planned_groups=sum(len(draw.groups) for draw in draws),
@@ -111,8 +120,9 @@ def hand_back(state: State, line: Line, *, live_bytes: int, seconds: float) -> R
         damage=tuple(map(describe, state.damage)),
         lost_records=sum(state.lost.values()),
         seconds=seconds,
+        recorded=not line.resumed or line.resumed in line.checkpoints,
     )
-    return Restored(line.resumed, draws, pending, report)
+    return Restored(line.resumed, draws, pending, frozenset(at for at in sources if at is not None), report)
 
 
 def _draw(state: State, line: Line, draw: LineDraw) -> Draw:

@@ -122,13 +122,24 @@ def test_a_truncated_stream_keeps_every_whole_record(content: bytes) -> None:
         assert all(damage.torn for damage in found.damage) or size < SCHEMA_BYTES
 
 
-def test_a_zeroed_prefix_in_the_middle_does_not_hide_what_follows(content: bytes) -> None:
-    middle = read(content).records[1]
-    zeroed = bytearray(content)
+def test_a_zeroed_prefix_does_not_hide_what_follows(writer: StreamWriter) -> None:
+    for index in range(3):
+        writer.append([message(index)])
+    zeroed = bytearray(writer.path.read_bytes())
+    middle = read(bytes(zeroed)).records[1]
     zeroed[middle.offset : middle.offset + 8] = bytes(8)
     found = read(bytes(zeroed))
     assert check_values(found) == {0, 2} and found.missing == 1
     assert [(damage.offset, damage.torn) for damage in found.damage] == [(middle.offset, False)]
+
+
+def test_of_an_append_that_a_power_cut_tore_what_is_whole_comes_back(content: bytes) -> None:
+    middle = read(content).records[1]
+    torn = bytearray(content)
+    torn[middle.offset : middle.offset + 8] = bytes(8)
+    found = read(bytes(torn))
+    assert check_values(found) == {0, 2}
+    assert [damage.torn for damage in found.damage] == [True]
 
 
 def test_a_second_stream_behind_the_end_mark_is_damage_not_data(writer: StreamWriter, content: bytes) -> None:

@@ -20,13 +20,14 @@ import xxhash
 
 from arrowbank.archive.rows import widen
 from arrowbank.durable.layout import BankPaths, SegmentName
-from arrowbank.durable.line import History, Line
+from arrowbank.durable.line import History, Line, LineDraw
 from arrowbank.durable.manifest import ArchiveFile
+from arrowbank.durable.recovery import State
 from arrowbank.durable.segment import GroupRef, read_segment
 from arrowbank.errors import CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA, SEGMENT_SCHEMA
 
-__all__ = ["Fate", "Task", "archive_rows", "execute", "fates", "finished_segments", "write_parquet"]
+__all__ = ["Fate", "Task", "archive_rows", "execute", "fates", "plan", "write_parquet"]
 
 ROW_GROUP_BYTES = 8 << 20
 """A row group is cut at the next iteration's first group once it has this much payload."""
@@ -71,47 +72,56 @@ class Task:
     segments: tuple[SegmentName, ...]
     fates: dict[str, Fate]
     """Of every group that goes into the file."""
+    places: dict[str, tuple[SegmentName, int]]
+    """Where it is: a failed append may have left another record of the same group."""
     settled_by: int
     """The checkpoint whose settled draws are archived."""
     target: Path
     """Under the session's tmp/."""
 
 
-def fates(history: History, line: Line | None, settled_by: int) -> dict[str, Fate]:
-    """Return what is known of every group that was drawn on the line, or evicted; the rest is pending."""
-    known = {uid: Fate(outcome="evicted", evict_reason=reason) for uid, reason in history.evicted.items()}
-    for draws in _by_iteration(line):
-        for index, draw in enumerate(draws):
-            settled = draw.end <= settled_by
-            for position, uid in enumerate(draw.uids):
-                if uid in known and not settled:
-                    continue  # evicted out of a planned draw
-                known[uid] = Fate(
-                    draw.iteration, index, position, len(draw.uids), draw.session,
-                    draw.state if position == 0 else None, draw.span, "consumed" if settled else None,
-                )  # fmt: skip
+def fates(history: History, line: Line | None, settled_by: int, uids: Iterable[str]) -> dict[str, Fate]:
+    """Return what is known of those groups that were drawn on the line, or evicted; the others are pending."""
+    known: dict[str, Fate] = {}
+    places: dict[LineDraw, tuple[int, dict[str, int]]] = {}
+    for uid in uids:
+        draw = line.find(uid) if line else None
+        settled = draw is not None and draw.end <= settled_by
+        if uid in history.evicted and not settled:
+            known[uid] = Fate(outcome="evicted", evict_reason=history.evicted[uid])
+        elif draw is not None and line is not None:
+            if draw not in places:
+                positions = {drawn: position for position, drawn in enumerate(draw.uids)}
+                places[draw] = line.at(draw.iteration).index(draw), positions
+            index, positions = places[draw]
+            known[uid] = Fate(
+                draw.iteration, index, positions[uid], len(draw.uids), draw.session,
+                draw.state if positions[uid] == 0 else None, draw.span, "consumed" if settled else None,
+            )  # fmt: skip
     return known
 
 
-def _by_iteration(line: Line | None) -> Iterator[list[Any]]:
-    for iteration in sorted(line.made.keys() | line.planned.keys()) if line else ():
-        assert line is not None
-        yield [*line.made.get(iteration, ()), *line.planned.get(iteration, ())]
+def plan(
+    root: Path, bank_id: str, state: State, line: Line, settled_by: int, finished: Iterable[SegmentName], target: Path
+) -> Task | None:
+    """Choose those ``finished`` segments that have nothing in them that a resume could still hand out.
 
-
-def finished_segments(
-    groups: Iterable[GroupRef], known: dict[str, Fate], *, active: set[str], damaged: set[str]
-) -> list[SegmentName]:
-    """Return segments with nothing in them that a resume could still hand out. Damaged ones stay as they are."""
-    finished: dict[SegmentName, bool] = {}
-    for group in groups:
-        fate = known.get(group.uid)
-        over = fate is not None and fate.outcome is not None
-        never_drawn = group.head["split"] != "train" and fate is None
-        finished[group.segment] = finished.get(group.segment, True) and (over or never_drawn)
-    return sorted(
-        name for name, over in finished.items() if over and str(name) not in active and str(name) not in damaged
-    )
+    Damaged ones stay as they are. Returns None when there is nothing to archive.
+    """
+    damaged = {damage.name for damage in state.damage} | state.lost.keys()
+    over = {name for name in finished if str(name) not in damaged}
+    known = fates(state.history, line, settled_by, state.groups)
+    for group in state.groups.values():
+        fate = known.get(group.uid, Fate())
+        never_drawn = group.head["split"] != "train" and fate == Fate()
+        if fate.outcome is None and not never_drawn:
+            over.discard(group.segment)
+    if not over:
+        return None
+    taken = {group.uid: group for group in state.groups.values() if group.segment in over}
+    places = {uid: (group.segment, group.sequence) for uid, group in taken.items()}
+    chosen = {uid: known.get(uid, Fate()) for uid in taken}
+    return Task(root, bank_id, tuple(sorted(over)), chosen, places, settled_by, target)
 
 
 def execute(task: Task) -> ArchiveFile | None:
@@ -199,14 +209,14 @@ def _lag(each: list[tuple[Fate, int]], rows: pa.Table) -> pa.Array:
 
 
 def _groups_of(paths: BankPaths, task: Task) -> list[GroupRef]:
-    """Map the task's groups; a retry's duplicate or an abandoned record is not among its fates twice."""
+    """Map the task's groups."""
     found: dict[str, GroupRef] = {}
     for name in task.segments:
         scan, _ = read_segment(paths.segments / str(name), task.bank_id)
         for record in scan.records:
             uid = record.head["uid"]
-            if uid in task.fates:
-                found.setdefault(uid, GroupRef(uid, name, record.sequence, record.head, record))
+            if task.places.get(uid) == (name, record.sequence):
+                found[uid] = GroupRef(uid, name, record.sequence, record.head, record)
     missing = sorted(task.fates.keys() - found.keys())
     if missing:
         raise CorruptRecordError(

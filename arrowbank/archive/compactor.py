@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from arrowbank.archive.compaction import Task, execute
 from arrowbank.archive.store import ArchiveStore
+from arrowbank.errors import FencedError
 
 __all__ = ["Compactor"]
 
@@ -39,6 +40,7 @@ class Compactor:
 
     @property
     def is_running(self) -> bool:
+        """Whether something that was started has not run yet."""
         return self._running is not None and not self._running.done()
 
     def wait(self) -> None:
@@ -61,12 +63,19 @@ class Compactor:
             task = self._plan(settled_by)
             if task is not None:
                 made = execute(task)
-                self._check_fence()
                 self._store.add(made, task.segments, task.settled_by)
                 self._forget(task)
             if last:
                 self._store.finish()
             self.error = None
         except Exception as error:
-            self.error = error
+            self.error = self._fenced() or error
             _log.warning("%s: compaction failed; the next checkpoint tries again: %s", self._store.paths.root, error)
+
+    def _fenced(self) -> FencedError | None:
+        """Tell a takeover from what it looks like: tmp/ is gone, so no such file."""
+        try:
+            self._check_fence()
+        except FencedError as error:
+            return error
+        return None

@@ -7,34 +7,37 @@ between the two; its inputs are still live, so it is removed at open.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from arrowbank.archive.compaction import write_parquet
 from arrowbank.durable import files
 from arrowbank.durable.layout import ArchiveName, BankPaths, SegmentName
-from arrowbank.durable.manifest import ArchiveFile, Manifest, write_manifest
+from arrowbank.durable.manifest import ArchiveFile, Manifest, create_manifest, write_manifest
 
-__all__ = ["ArchiveStore", "make_empty"]
+__all__ = ["ArchiveStore", "create_bank"]
 
 
-def make_empty(paths: BankPaths, tmp: Path, version: int) -> None:
-    """Make the first version directory with its zero-row file, and point ``archive`` at it."""
-    directory = paths.version(version)
+def create_bank(paths: BankPaths, tmp: Path) -> None:
+    """Make an archive of one file without rows, then the manifest, which makes it a bank."""
+    manifest = create_manifest()
+    directory = paths.version(manifest.version)
     files.make_directories([directory])
     name = str(ArchiveName(0, 0))
     write_parquet(tmp / name, [])
     files.publish(tmp / name, directory / name)
-    _point(paths, tmp, version)
+    _point(paths, tmp, manifest.version)
+    write_manifest(paths, manifest, tmp)
 
 
 class ArchiveStore:
     """Commits changes of what is archived. Its owner serialises calls."""
 
-    def __init__(self, paths: BankPaths, manifest: Manifest, session: int) -> None:
+    def __init__(self, paths: BankPaths, manifest: Manifest, session: int, check_fence: Callable[[], None]) -> None:
         self.paths = paths
         self.manifest = manifest
         self._session = session
+        self._check_fence = check_fence
         self._tmp = paths.session_tmp(session)
         self._unlinked: frozenset[str] = frozenset()
         """Retired segments whose unlinking is durable: the next commit need not name them any more."""
@@ -49,6 +52,7 @@ class ArchiveStore:
         listed = {file.name for file in self.manifest.files} | {str(ArchiveName(0, 0))}
         stray = [entry for entry in directory.iterdir() if entry.name not in listed]
         if stray:
+            self._check_fence()  # after listing: what a later session adds is not ours to remove
             files.remove(stray, directory)
         if not self.paths.archive.is_symlink() or self.paths.archive.readlink() != _target(self.manifest.version):
             _point(self.paths, self._tmp, self.manifest.version)
@@ -61,6 +65,7 @@ class ArchiveStore:
         are unlinked then, those of this one by the next commit, so that readers holding the old manifest can go on.
         """
         old = self.manifest
+        self._check_fence()
         retired = {name: at for name, at in old.retired.items() if name not in self._unlinked}
         if made is not None:
             files.publish(self._tmp / made.name, self.paths.version(old.version) / made.name)
@@ -85,6 +90,7 @@ class ArchiveStore:
     def _unlink_retired(self, names: Iterable[str]) -> None:
         gone = frozenset(names)
         if gone:
+            self._check_fence()
             files.remove([self.paths.segments / name for name in gone], self.paths.segments)
         self._unlinked = gone
 

@@ -46,7 +46,7 @@ class BankView:
     """Rows that are not archived: ``outcome`` is null for those that are pending or planned."""
 
     def to_arrow(self) -> pa.Table:
-        """Return all rows in memory, in order of consumption, pending ones last."""
+        """Return all rows in memory: those of each file in order of consumption, then the live ones likewise."""
         tables = [pq.read_table(file, schema=ARCHIVE_SCHEMA, page_checksum_verification=True) for file in self.files]
         return pa.concat_tables([*tables, self.live])
 
@@ -60,7 +60,7 @@ class BankView:
         return polars.concat([*archived, live.lazy()]) if archived else live.lazy()
 
     def groups(self) -> Iterator[RolloutGroup]:
-        """Yield the groups, archived ones in order of consumption, then live ones; each once."""
+        """Yield the groups, each once, in the order of ``to_arrow``."""
         for file in self.files:
             source = pq.ParquetFile(file, page_checksum_verification=True)
             for index in range(source.num_row_groups):
@@ -75,6 +75,7 @@ def scan(path: str | Path, *, live: bool = True) -> BankView:
     Raises: BankNotFoundError, CorruptManifestError, FormatVersionError, SchemaMismatchError, CorruptionError.
     """
     paths = BankPaths(Path(path))
+    paths.refuse_links()
     for attempt in range(_TRIES):
         manifest = read_manifest(paths)
         try:
@@ -103,7 +104,7 @@ def _live_rows(paths: BankPaths, manifest: Manifest) -> pa.Table:
         return ARCHIVE_SCHEMA.empty_table()
     newest = max(state.history.lines, default=None)
     line = None if newest is None else state.history.lines[newest]
-    known = fates(state.history, line, line.last_checkpoint if line else 0)
+    known = fates(state.history, line, line.last_checkpoint if line else 0, state.groups)
     groups = sorted(state.groups.values(), key=lambda group: (known.get(group.uid, Fate()).order, group.age))
     return archive_rows(groups, known, manifest.bank_id)
 

@@ -7,11 +7,13 @@ Source: POSIX fsync(2) and rename(2); what ext4 and xfs lose without these was t
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 __all__ = [
+    "clear_directory",
     "create_exclusive",
     "fsync_directory",
     "link",
@@ -89,11 +91,27 @@ def remove(paths: Iterable[Path], directory: Path) -> None:
     fsync_directory(directory)
 
 
+def clear_directory(directory: Path) -> None:
+    """Remove a directory of files, even while somebody else still creates some; one already gone is no error."""
+    while directory.is_dir():
+        try:
+            for entry in list(directory.iterdir()):
+                entry.unlink(missing_ok=True)
+            directory.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+
+
 def write_at(descriptor: int, parts: Sequence[bytes | bytearray | memoryview], offset: int) -> None:
     """Write all parts one after another from ``offset`` on, however short each write of the system is."""
     views = [memoryview(part) for part in parts if len(part)]
     while views:
         written = os.pwritev(descriptor, views[:_MAX_PARTS], offset)
+        if not written:
+            raise OSError(errno.EIO, "the system wrote nothing and said nothing")
         offset += written
         while views and written >= len(views[0]):
             written -= len(views.pop(0))

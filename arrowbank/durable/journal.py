@@ -22,7 +22,7 @@ from arrowbank.durable.layout import BankPaths, JournalName
 from arrowbank.durable.message import MessageTemplate
 from arrowbank.durable.segment import SegmentFacts
 from arrowbank.durable.stream import Damage, Record, StreamWriter, map_file, scan
-from arrowbank.errors import CorruptRecordError
+from arrowbank.errors import CorruptRecordError, FencedError
 
 __all__ = [
     "JOURNAL_SCHEMA",
@@ -91,6 +91,10 @@ class Abandoned:
     first: int
     count: int
 
+    @property
+    def sequences(self) -> range:
+        return range(self.first, self.first + self.count)
+
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
@@ -118,49 +122,77 @@ class Journal:
     def write(self, entries: Sequence[Entry]) -> None:
         """Make entries durable with one sync. Raises OSError, FencedError; then none of them counts."""
         with self._lock:
-            stream = self._stream
-            if stream is None or stream.poisoned:
-                stream = self._stream = self._open()
+            self._check_fence()
+            stream = self._ready()
             first = stream.records
             messages = [self._template.build(*_encode(entry)) for entry in (*self._abandoned, *entries)]
             try:
                 stream.append(messages)
+                self._check_fence()
+            except FencedError:
+                self._annul(stream, Abandoned(stream.path.name, first, len(messages)))
+                raise
             except BaseException:
+                stream.poisoned = True
                 self._abandoned.append(Abandoned(stream.path.name, first, len(messages)))
                 raise
             self._abandoned.clear()
-            self._check_fence()
 
     def abandon(self, name: str, first: int, count: int) -> None:
         """Say that records of a segment do not count: at once if that is possible, else with the next entry."""
+        abandoned = Abandoned(name, first, count)
         try:
-            self.write([Abandoned(name, first, count)])
+            self.write([abandoned])
         except OSError as error:
             _log.warning("journal: could not tell that an append to %s failed (%s); will tell later", name, error)
             with self._lock:
-                self._abandoned.append(Abandoned(name, first, count))
+                self._abandoned.append(abandoned)
+        except FencedError:
+            with self._lock:
+                if self._stream is not None:
+                    self._annul(self._stream, abandoned)
 
     def close(self) -> None:
-        with self._lock:
-            if self._stream is not None:
-                self._stream.close()
-                self._stream = None
+        """Tell what is still to be told, and mark the end."""
+        try:
+            if self._abandoned:
+                self.write(())
+        finally:
+            with self._lock:
+                stream, self._stream = self._stream, None
+                if stream is not None:
+                    stream.close()
 
-    def _open(self) -> StreamWriter:
+    def _annul(self, stream: StreamWriter, abandoned: Abandoned) -> None:
+        """Say in a file of a session that lost its place that what it just wrote does not count."""
+        try:
+            stream.append([self._template.build(*_encode(abandoned))])
+        except OSError as error:
+            _log.warning("journal: could not annul what was written after a takeover (%s)", error)
+
+    def _ready(self) -> StreamWriter:
+        """Return the stream to write to: a new one at first, and after one that failed."""
+        if self._stream is not None and not self._stream.poisoned:
+            return self._stream
         if self._stream is not None:
             self._stream.close()
             self._stream = None
         name = str(JournalName(self._session, self._part))
         self._part += 1
         tmp = self._paths.session_tmp(self._session)
-        return StreamWriter.create(self._paths.journal / name, tmp, self._bank_id, JOURNAL_SCHEMA)
+        try:
+            self._stream = StreamWriter.create(self._paths.journal / name, tmp, self._bank_id, JOURNAL_SCHEMA)
+        except OSError:
+            self._check_fence()  # a takeover takes tmp/ away: say that rather than "no such file"
+            raise
+        return self._stream
 
 
-def read_journal(paths: BankPaths, name: JournalName, bank_id: str) -> tuple[list[tuple[int, Entry]], list[Damage]]:
-    """Read one part: entries with their sequence numbers. Damage is returned: the caller judges what it hides."""
+def read_journal(paths: BankPaths, name: JournalName, bank_id: str) -> tuple[list[tuple[Record, Entry]], list[Damage]]:
+    """Read one part: records and their entries. Damage is returned: the caller judges what it hides."""
     path = paths.journal / str(name)
     found = scan(map_file(path), path.name, bank_id)
-    return [(record.sequence, _decode(record)) for record in found.records], found.damage
+    return [(record, _decode(record)) for record in found.records], found.damage
 
 
 def _encode(entry: Entry) -> tuple[Columns, dict[str, Any]]:

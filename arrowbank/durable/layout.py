@@ -27,9 +27,10 @@ and so the end. Nothing is ever rewritten.
 
 Reading: the seal is checked over the raw bytes before anything parses them. A reader that meets damage, or zeros with
 bytes behind them, looks on for the next record whose seal names the very offset where it stands and a higher sequence
-number. Sequence numbers count a file's records from 0, so a gap tells how many are missing.
+number; not one of an append that begins with those zeros, unless something later shows that it was finished. Sequence
+numbers count a file's records from 0, so a gap tells how many are missing.
 
-Downsides: a seal costs 250 bytes a record; a record cannot be moved to another place or file without sealing it
+Downsides: a seal costs 270 bytes a record; a record cannot be moved to another place or file without sealing it
 again; damage to a file's last record cannot be told from a torn tail unless the journal says how many records the
 closed file had.
 """
@@ -37,6 +38,7 @@ closed file had.
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +152,14 @@ class BankPaths:
     def directories(self) -> tuple[Path, ...]:
         return (self.sessions, self.segments, self.journal, self.versions, self.quarantine, self.tmp)
 
+    def refuse_links(self) -> None:
+        """Raise CorruptionError for a link where a directory or file belongs: none is followed but ``archive``."""
+        versions = [self.version(number) for number in self.version_numbers()]
+        claims = [self.claim(number) for number in self.claimed_sessions()]
+        for path in (self.manifest, self.lock, *self.directories, *versions, *claims):
+            if path.is_symlink():
+                raise CorruptionError(path, "a symbolic link, which arrowbank never makes here", hint="Remove it")
+
     def claim(self, session: int) -> Path:
         return self.sessions / f"{session:04d}"
 
@@ -190,7 +200,11 @@ def _names(directory: Path, parse: Callable[[str], _Name | None]) -> list[_Name]
         if entry.name.startswith("."):
             continue  # a file system's own, as .nfs0000…
         name = parse(entry.name)
-        if name is None or not entry.is_file() or entry.is_symlink():
+        try:
+            is_file = stat.S_ISREG(entry.lstat().st_mode)
+        except FileNotFoundError:
+            continue  # compaction unlinked it meanwhile
+        if name is None or not is_file:
             raise CorruptionError(entry, "not a file that arrowbank writes here", hint="Move it out of the bank")
         found.append(name)
     return found

@@ -19,7 +19,7 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from arrowbank.durable.journal import Checkpointed, Drawn, Entry, Evicted, Restored
-from arrowbank.errors import InvalidDrawError
+from arrowbank.errors import HistoryGoneError, InvalidDrawError
 
 __all__ = ["DISCARDED", "History", "Line", "LineDraw"]
 
@@ -94,10 +94,13 @@ class Line:
         return max(self.resumed, self.last_checkpoint, *own)
 
     def draws(self) -> Iterator[LineDraw]:
-        """All draws, in order; at one iteration those made before those planned."""
+        """All draws, in order."""
         for iteration in sorted(self.made.keys() | self.planned.keys()):
-            yield from self.made.get(iteration, ())
-            yield from self.planned.get(iteration, ())
+            yield from self.at(iteration)
+
+    def at(self, iteration: int) -> list[LineDraw]:
+        """The draws of one iteration, in order: those made before those planned."""
+        return [*self.made.get(iteration, ()), *self.planned.get(iteration, ())]
 
     def settled(self, checkpoint: int) -> Iterator[LineDraw]:
         """Draws whose training is inside ``checkpoint``."""
@@ -202,7 +205,7 @@ class Line:
         """Take groups out of the planned draws that they are in."""
         for uid in uids:
             draw = self._place.get(uid)
-            if draw is not None:
+            if draw is not None and draw in self.planned.get(draw.iteration, ()):
                 left = tuple(other for other in draw.uids if other != uid)
                 self._drop([draw], instead=replace(draw, uids=left) if left else None)
 
@@ -219,7 +222,7 @@ class Line:
             if not at:
                 del self.planned[draw.iteration]
             for uid in draw.uids:
-                del self._place[uid]
+                self._place.pop(uid, None)
         if instead is not None:
             self._place.update(dict.fromkeys(instead.uids, instead))
 
@@ -231,6 +234,8 @@ class History:
     lines: dict[int, Line] = field(default_factory=dict)
     evicted: dict[str, str] = field(default_factory=dict)
     """Group → reason; evictions hold on every line."""
+    gone: set[int] = field(default_factory=set)
+    """Checkpoints that were recorded by lines that were let go of."""
 
     def apply(self, session: int, entry: Entry) -> None:
         """Take in one journal entry of ``session``; entries about segments say nothing here."""
@@ -241,6 +246,7 @@ class History:
                 self.line(session).draw(entry)
             case Checkpointed():
                 self.line(session).checkpoint(entry.iteration)
+                self._let_go_of_others(session)
             case Evicted():
                 self.evicted |= dict.fromkeys(entry.uids, entry.reason)
 
@@ -252,12 +258,22 @@ class History:
             rolled_back = (uid for draw in parent.draws() for uid in draw.uids if line.find(uid) is None)
             self.evicted |= dict.fromkeys(rolled_back, DISCARDED)
 
+    def _let_go_of_others(self, session: int) -> None:
+        """A checkpoint makes its line the only one: from now on the archive holds what that line settles."""
+        kept = self.lines[session]
+        recorded = {checkpoint for line in self.lines.values() for checkpoint in line.checkpoints}
+        self.gone = (self.gone | recorded) - kept.checkpoints.keys()
+        self.lines = {session: kept}
+
     def line(self, session: int) -> Line:
         """Return a session's line; a session that drew without a restore (an empty bank's first) starts at 0."""
         return self.lines.setdefault(session, Line(session))
 
     def parent_of(self, iteration: int) -> int | None:
-        """Rule 1: return the session whose line a restore of ``iteration`` takes; None on a bank without any."""
+        """Rule 1: return the session whose line a restore of ``iteration`` takes; None on a bank without any.
+
+        Raises HistoryGoneError when only lines that were let go of recorded this checkpoint.
+        """
         newest = sorted(self.lines, reverse=True)
         if iteration == 0:
             return newest[0] if newest else None
@@ -266,4 +282,9 @@ class History:
             recorder = max(recorders)
             return next(one for one in newest if self.lines[one].checkpoints.get(iteration) == recorder)
         reaching = [one for one in newest if self.lines[one].reach >= iteration]
+        if not reaching and iteration in self.gone:
+            raise HistoryGoneError(
+                f"checkpoint {iteration} belongs to a line that a later session left, and whose draws are not kept any "
+                f"more; restore one of {sorted({0} | {at for line in self.lines.values() for at in line.checkpoints})}"
+            )
         return next(iter(reaching or newest), None)

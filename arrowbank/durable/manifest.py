@@ -147,6 +147,8 @@ def _validate(paths: BankPaths, content: dict[str, Any]) -> Manifest:
     for file in manifest.files:
         if ArchiveName.parse(file.name) is None:
             raise CorruptManifestError(paths.manifest, f"files: {file.name!r} is no archive file's name", hint=_RESTORE)
+    if manifest.version < 0:
+        raise CorruptManifestError(paths.manifest, f"version: {manifest.version} is no directory's", hint=_RESTORE)
     return manifest
 
 

@@ -60,6 +60,8 @@ class _Shape:
         self.nodes, self.node_count = flat.vector(batch, _BATCH_NODES)
         self.buffers, self.buffer_count = flat.vector(batch, _BATCH_BUFFERS)
         self.head = next(place for key, place, _ in flat.metadata() if key == HEAD_KEY)
+        if not self.header.index(seal.MAGIC) < self.head:  # ``stamp`` takes the first; a head may contain anything
+            raise AssertionError("pyarrow laid a header out in another order")
 
     def fill(self, columns: Columns, head: bytes) -> bytearray:
         if len(columns.nodes) != 2 * self.node_count or len(columns.buffers) != self.buffer_count:
@@ -139,7 +141,7 @@ class _Flatbuffer:
 def _one_row_message(schema: pa.Schema, head_bytes: int) -> bytes:
     """Let pyarrow serialise a batch of one row with all metadata in place."""
     row = pa.RecordBatch.from_arrays([_blank(field.type, 1) for field in schema], schema=schema)
-    metadata = {seal.KEY: seal.BLANK, HEAD_KEY: b" " * head_bytes}
+    metadata = {HEAD_KEY: b" " * head_bytes, seal.KEY: seal.BLANK}  # Flatbuffers puts the last one first
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as stream:
         stream.write_batch(row, custom_metadata=metadata)

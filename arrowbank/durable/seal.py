@@ -2,9 +2,10 @@
 
 A seal is a fixed-width ASCII text, the value of the custom metadata key ``arrowbank.seal``:
 
-    arrowbank-seal-1:SSSSSSSSSSSSSSSS:OOOOOOOOOOOOOOOO:LLLLLLLLLLLLLLLL:DDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDD
+    arrowbank-seal-1:SSSSSSSSSSSSSSSS:OOOOOOOOOOOOOOOO:FFFFFFFFFFFFFFFF:LLLLLLLLLLLLLLLL:DDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDD
 
-S, O, L: the record's sequence number in its file, its offset and its length in bytes, 16 hexadecimal digits each.
+S, O, F, L: the record's sequence number in its file, its offset, the offset of the first record of the same append,
+and its length in bytes, 16 hexadecimal digits each.
 D: xxh3-128 of ``<bank id>/<file name>/`` followed by the whole encapsulated message (prefix, header, padding, body)
 as it stands in the file, with the 32 characters of D itself read as "0".
 
@@ -25,8 +26,9 @@ MAGIC = b"arrowbank-seal-1:"
 _NUMBER = 16
 _DIGEST = 32
 _ZEROS = b"0" * _DIGEST
-_BEFORE_DIGEST = len(MAGIC) + 3 * (_NUMBER + 1)
-BLANK = MAGIC + b":".join([b"0" * _NUMBER] * 3) + b":" + _ZEROS
+_NUMBERS = 4
+_BEFORE_DIGEST = len(MAGIC) + _NUMBERS * (_NUMBER + 1)
+BLANK = MAGIC + b":".join([b"0" * _NUMBER] * _NUMBERS) + b":" + _ZEROS
 
 
 class Seal(NamedTuple):
@@ -36,6 +38,7 @@ class Seal(NamedTuple):
     """Of the seal's text, in bytes from the start of what was searched."""
     sequence: int
     offset: int
+    first: int
     length: int
     digest: bytes
 
@@ -47,21 +50,24 @@ def find(data: bytes | memoryview, start: int, end: int) -> Seal | None:
     while place >= 0:
         text = window[place : place + len(BLANK)]
         numbers = text[len(MAGIC) :].split(b":")
-        if len(text) == len(BLANK) and [len(part) for part in numbers] == [_NUMBER, _NUMBER, _NUMBER, _DIGEST]:
+        if len(text) == len(BLANK) and [len(part) for part in numbers] == [_NUMBER] * _NUMBERS + [_DIGEST]:
             try:
-                sequence, offset, length = (int(part, 16) for part in numbers[:3])
+                sequence, offset, first, length = (int(part, 16) for part in numbers[:_NUMBERS])
             except ValueError:
                 pass
             else:
-                return Seal(start + place, sequence, offset, length, numbers[3])
+                return Seal(start + place, sequence, offset, first, length, numbers[_NUMBERS])
         place = window.find(MAGIC, place + 1)
     return None
 
 
-def stamp(message: bytearray, binding: bytes, *, sequence: int, offset: int) -> None:
-    """Fill in the seal of a message that is about to stand at ``offset``; ``binding`` is ``bank id/file name/``."""
+def stamp(message: bytearray, binding: bytes, *, sequence: int, offset: int, first: int | None = None) -> None:
+    """Fill in the seal of a message that is about to stand at ``offset``; ``binding`` is ``bank id/file name/``.
+
+    first: where the first record of the same append stands; None when this is it.
+    """
     place = message.index(MAGIC)
-    text = b"%s%016x:%016x:%016x:" % (MAGIC, sequence, offset, len(message))
+    text = b"%s%016x:%016x:%016x:%016x:" % (MAGIC, sequence, offset, offset if first is None else first, len(message))
     digest_place = place + _BEFORE_DIGEST
     message[place:digest_place] = text
     message[digest_place : digest_place + _DIGEST] = _ZEROS

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+import uuid
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
@@ -42,15 +43,20 @@ class Holder(BaseModel):
     started: int
     """The process's start, in clock ticks since boot."""
     since: str
+    token: str
+    """Random; tells this process's own handles apart."""
 
     def __str__(self) -> str:
         return f"session {self.session}: process {self.pid} on {self.host}, since {self.since}"
 
     def is_gone(self) -> bool | None:
-        """Whether the process has ended; None when that cannot be told from here (another host)."""
+        """Whether the process has ended; None when that cannot be told from here."""
         if (self.host, self.boot) != (socket.gethostname(), _boot_id()):
             return True if self.host == socket.gethostname() else None
-        return _process_start(self.pid) != self.started
+        started = _process_start(self.pid)
+        if started is None and _is_hidden(self.pid):
+            return None
+        return started != self.started
 
 
 class _Lock(BaseModel):
@@ -81,11 +87,37 @@ class Claim:
                 f"{_describe(self.paths, self.session + 1)}; what it had acknowledged is safe, it can do nothing more"
             )
 
+    def renew(self) -> Claim:
+        """Begin the next session of the same handle. Raises FencedError when somebody else has."""
+        self.check()
+        claim = _try_claim(self.paths, self.session + 1)
+        if claim is None:
+            self.check()
+            raise FencedError(f"{self.paths.root}: session {self.session} lost its place while it began the next one")
+        self.forget()
+        return claim
+
+    def forget(self) -> None:
+        """Give up without a word: this process may claim the next session, others once it has ended."""
+        _held.discard(self.holder.token)
+
     def release(self) -> None:
-        """Say that the session has ended, so that the next one need not ask whether its process lives."""
-        lock = _Lock(holder=self.holder, closed=True)
-        files.replace(self.paths.lock, lock.model_dump_json().encode(), self.tmp)
-        self.tmp.rmdir()
+        """Say that the session has ended, so that the next one need not ask whether its process lives.
+
+        Of a session that lost its place nothing is touched: LOCK and tmp/ are somebody else's now.
+        """
+        self.forget()
+        try:
+            self.check()
+        except FencedError:
+            return
+        files.replace(self.paths.lock, _Lock(holder=self.holder, closed=True).model_dump_json().encode(), self.tmp)
+        files.clear_directory(self.tmp)
+
+
+_held: set[str] = set()
+"""Tokens of the claims that handles of this process have. A claim of this process that no handle has is free: a full
+disk may have kept LOCK from saying that it ended."""
 
 
 def claim_session(paths: BankPaths, takeover: Takeover) -> Claim:
@@ -95,17 +127,28 @@ def claim_session(paths: BankPaths, takeover: Takeover) -> Claim:
         last = sessions[-1] if sessions else 0
         if last:
             _refuse_held(paths, last, takeover)
-        holder = _myself(last + 1)
-        tmp = paths.session_tmp(holder.session)
-        files.make_directories([tmp])
-        try:
-            files.create_exclusive(paths.claim(holder.session), holder.model_dump_json().encode(), tmp)
-        except FileExistsError:
-            continue  # somebody was faster: look again who holds it now
-        _clear_tmp(paths, holder.session)
-        files.replace(paths.lock, _Lock(holder=holder).model_dump_json().encode(), tmp)
-        return Claim(paths, holder)
+        claim = _try_claim(paths, last + 1)
+        if claim is not None:
+            return claim
     raise BankLockedError(f"{paths.root}: {_ATTEMPTS} times another process claimed the next session first; try again")
+
+
+def _try_claim(paths: BankPaths, session: int) -> Claim | None:
+    """Claim this very session; None when somebody was faster."""
+    holder = _myself(session)
+    tmp = paths.session_tmp(session)
+    files.make_directories([tmp])
+    _held.add(holder.token)
+    try:
+        files.create_exclusive(paths.claim(session), holder.model_dump_json().encode(), tmp)
+        _clear_tmp(paths, session)
+        files.replace(paths.lock, _Lock(holder=holder).model_dump_json().encode(), tmp)
+    except BaseException as error:
+        _held.discard(holder.token)
+        if isinstance(error, FileExistsError) or (isinstance(error, FileNotFoundError) and not tmp.is_dir()):
+            return None  # this session, or one after it, was claimed meanwhile; the latter takes tmp/ away
+        raise
+    return Claim(paths, holder)
 
 
 def _refuse_held(paths: BankPaths, session: int, takeover: Takeover) -> None:
@@ -113,6 +156,8 @@ def _refuse_held(paths: BankPaths, session: int, takeover: Takeover) -> None:
     if takeover == "force" or (lock is not None and lock.closed and lock.holder.session == session):
         return
     holder = _read(paths.claim(session), Holder)
+    if holder is not None and _was_dropped(holder):
+        return
     if holder is None:
         raise CorruptionError(
             paths.claim(session),
@@ -134,11 +179,16 @@ def _refuse_held(paths: BankPaths, session: int, takeover: Takeover) -> None:
 def _clear_tmp(paths: BankPaths, session: int) -> None:
     """Take away the directories of earlier sessions, so that a rename of theirs that is still to come fails."""
     for directory in sorted(paths.tmp.iterdir()):
-        if directory != paths.session_tmp(session) and directory.is_dir() and not directory.is_symlink():
-            for entry in directory.iterdir():
-                entry.unlink()
-            directory.rmdir()
+        if directory != paths.session_tmp(session) and not directory.is_symlink():
+            files.clear_directory(directory)
     files.fsync_directory(paths.tmp)
+
+
+def _was_dropped(holder: Holder) -> bool:
+    """Whether this very process made the claim and has no handle for it any more."""
+    myself = _myself(holder.session)
+    same_process = all(getattr(holder, name) == getattr(myself, name) for name in ("host", "boot", "pid", "started"))
+    return same_process and holder.token not in _held
 
 
 def _describe(paths: BankPaths, session: int) -> str:
@@ -163,7 +213,19 @@ def _myself(session: int) -> Holder:
         pid=os.getpid(),
         started=-1 if started is None else started,
         since=datetime.now(UTC).isoformat(timespec="seconds"),
+        token=uuid.uuid4().hex,
     )
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether a process is there that /proc does not show us: another user's, where /proc is mounted with hidepid."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return False
 
 
 def _boot_id() -> str:

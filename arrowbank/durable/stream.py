@@ -58,6 +58,7 @@ class StreamWriter:
             files.publish(unfinished, path)
         except BaseException:
             os.close(descriptor)
+            unfinished.unlink(missing_ok=True)
             raise
         return cls(path, descriptor, bank_id, len(header))
 
@@ -67,7 +68,7 @@ class StreamWriter:
             raise AssertionError(f"{self.path.name} failed before; records go to a new file")  # a bug of ours
         first, end = self.offset, self.offset
         for sequence, message in enumerate(messages, self.records):
-            seal.stamp(message, self._binding, sequence=sequence, offset=end)
+            seal.stamp(message, self._binding, sequence=sequence, offset=end, first=first)
             end += len(message)
         # Every record's own prefix comes after all the bytes, in order: whoever looks meanwhile sees whole records and
         # then the end, never a later record behind one that seems to be missing.
@@ -105,6 +106,8 @@ class Record:
     name: str
     offset: int
     sequence: int
+    first: int
+    """Where the first record of the same append stands."""
     head: dict[str, Any]
     message: memoryview
     """The whole encapsulated message, mapped."""
@@ -126,6 +129,8 @@ class Damage:
     reason: str
     torn: bool
     """An unfinished tail, which a power cut leaves; anything else is corrupt."""
+    lost: int | None = None
+    """Records that were here, by the sequence numbers around; None where no record follows that would tell."""
 
 
 @dataclass(slots=True)
@@ -160,9 +165,12 @@ def scan(data: memoryview, name: str, bank_id: str) -> Scan:
             place += len(record.message)
         else:
             place = reader.after_stop(found, place)
-    last = found.records[-1].sequence if found.records else -1
-    found.missing = last + 1 - len(found.records)
+    found.missing = _last_sequence(found) + 1 - len(found.records)
     return found
+
+
+def _last_sequence(found: Scan) -> int:
+    return found.records[-1].sequence if found.records else -1
 
 
 class _Reader:
@@ -173,14 +181,13 @@ class _Reader:
 
     def first_record(self, found: Scan) -> int | None:
         """Return where to start: behind the schema, or at the first record when the schema is not what it was."""
-        place, first = self.after_schema(), self._next_record(found, 0)
-        if place is not None and (first is None or place <= first):
+        place, following = self.after_schema(), self._next_record(found, 0)
+        if place is not None and (following is None or place <= following.offset):
             return place
-        end = len(self.data) if first is None else first
-        if end:
-            torn = first is None and not self._tail_is_whole(0)
-            found.damage.append(Damage(self.name, 0, end, "the schema message is damaged", torn))
-        return first
+        if not self.data:
+            return None
+        torn = following is None and not self._tail_is_whole(0)
+        return self._note(found, 0, "the schema message is damaged", following, torn=torn)
 
     def after_schema(self) -> int | None:
         """Return where the first message says that it ends. Nothing vouches for its bytes, so nothing parses them."""
@@ -201,8 +208,7 @@ class _Reader:
         return None
 
     def _checked(self, sealed: seal.Seal, place: int, found: Scan) -> Record | None:
-        last = found.records[-1].sequence if found.records else -1
-        if sealed.offset != place or sealed.sequence <= last or sealed.length % 8:
+        if sealed.offset != place or sealed.sequence <= _last_sequence(found) or sealed.length % 8:
             return None
         if not sealed.place + len(seal.BLANK) - place <= sealed.length <= len(self.data) - place:
             return None
@@ -213,7 +219,7 @@ class _Reader:
             head = read_head(message)
         except ValueError:
             return None
-        return Record(self.name, place, sealed.sequence, head, message)
+        return Record(self.name, place, sealed.sequence, sealed.first, head, message)
 
     def _header_length(self, place: int) -> int:
         """Return the header's length that the prefix at ``place`` tells, or 0 when there is no whole header."""
@@ -238,29 +244,50 @@ class _Reader:
         if not rest.strip(b"\0"):
             return None
         following = self._next_record(found, place)
-        end = len(self.data) if following is None else following
         if following is not None:
-            found.closed, torn, reason = False, False, "zeros or an end mark where a record was"
-        found.damage.append(Damage(self.name, place, end - place, reason, torn))
-        return following
+            found.closed = False
+            # An append whose first prefix never came was not acknowledged; its other records are good all the same.
+            if not torn or following.first != place or self._was_finished(found, following):
+                torn, reason = False, "zeros or an end mark where a record was"
+        return self._note(found, place, reason, following, torn=torn)
 
     def skip_damage(self, found: Scan, place: int, reason: str) -> int | None:
         """Note damage from ``place`` up to the next good record; without one it is a torn tail."""
         following = self._next_record(found, place)
-        end = len(self.data) if following is None else following
         torn = following is None and not self._tail_is_whole(place)
-        found.damage.append(Damage(self.name, place, end - place, reason, torn))
-        return following
+        return self._note(found, place, reason, following, torn=torn)
+
+    def _was_finished(self, found: Scan, record: Record) -> bool:
+        """Whether the append that ``record`` belongs to was finished: a later one follows, or the end mark."""
+        if self._tail_is_whole(record.offset):
+            return True
+        later = Scan(self.name, [*found.records[-1:], record])
+        following: Record | None = record
+        while following is not None and following.first == record.first:
+            later.records.append(following)
+            following = self._next_record(later, following.offset)
+        return following is not None
+
+    def _note(self, found: Scan, place: int, reason: str, following: Record | None, *, torn: bool) -> int | None:
+        """Note damage that reaches up to the following record, and return that one's place."""
+        if following is None:
+            found.damage.append(Damage(self.name, place, len(self.data) - place, reason, torn))
+            return None
+        lost = following.sequence - _last_sequence(found) - 1
+        found.damage.append(Damage(self.name, place, following.offset - place, reason, torn, lost))
+        return following.offset
 
     def _tail_is_whole(self, place: int) -> bool:
-        """Whether what stands at ``place`` and does not verify was once finished: closed, or followed by zeros."""
+        """Whether what stands at ``place`` and does not verify was once finished: an end mark closes the file."""
         return bytes(self.data[-PREFIX.size :]) == _END and len(self.data) - place > PREFIX.size
 
-    def _next_record(self, found: Scan, after: int) -> int | None:
-        """Return where the next record stands whose seal names that very offset and a higher sequence number."""
+    def _next_record(self, found: Scan, after: int) -> Record | None:
+        """Return the next record whose seal names the very offset where it stands and a higher sequence number."""
         for sealed in self._seals(after):
-            if after < sealed.offset < sealed.place and self.record_at(sealed.offset, found) is not None:
-                return sealed.offset
+            if after < sealed.offset < sealed.place:
+                record = self.record_at(sealed.offset, found)
+                if record is not None:
+                    return record
         return None
 
     def _seals(self, start: int) -> Iterator[seal.Seal]:

@@ -1,0 +1,236 @@
+"""Writing groups to segments, with group commit.
+
+``Appender`` owns the active segments of one writer. Whoever appends while nobody else is writing becomes the one who
+writes, for himself and for all who came while he did: one sync for everybody (group commit), and no hand-over to
+another thread for a lone append. ``append_async`` leaves it to the appender's own thread.
+
+Invariants: a ticket is acknowledged only after its record is durable and no later session has claimed the bank; a
+file in which a write failed gets no further record, and its abandoned sequence numbers are journaled at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from arrowbank.durable.layout import BankPaths, SegmentName
+from arrowbank.durable.message import MessageTemplate
+from arrowbank.durable.segment import GroupRef, SegmentFacts
+from arrowbank.durable.stream import StreamWriter
+from arrowbank.errors import BankClosedError
+from arrowbank.schema import SEGMENT_SCHEMA
+
+__all__ = ["Appender", "Ticket"]
+
+_log = logging.getLogger("arrowbank")
+
+
+class Ticket:
+    """One append on its way to the disk: one group, or several that become durable together or not at all."""
+
+    __slots__ = ("done", "error", "heads", "iteration", "messages", "notify")
+
+    def __init__(self, messages: list[bytearray], heads: list[dict[str, Any]], iteration: int) -> None:
+        self.messages = messages
+        self.heads = heads
+        self.iteration = iteration
+        self.notify: Callable[[Ticket], None] | None = None
+        """Called once by the thread that wrote, after ``done`` is set."""
+        self.done = False
+        self.error: Exception | None = None
+
+
+class Appender:
+    """Makes records durable in the segments of one writer and session. Thread-safe."""
+
+    MAX_BATCH_BYTES = 64 << 20
+    """Records beyond this wait for the next sync."""
+
+    def __init__(
+        self,
+        paths: BankPaths,
+        bank_id: str,
+        session: int,
+        writer: str,
+        *,
+        check_fence: Callable[[], None],
+        abandon: Callable[[str, int, int], None],
+    ) -> None:
+        self.template = MessageTemplate(SEGMENT_SCHEMA)
+        self.arrived: deque[GroupRef] = deque()
+        """Durable groups, in order, for the bank to take over."""
+        self.closed: deque[SegmentFacts] = deque()
+        """Facts of segments closed since the bank last took them over."""
+        self.sizes: dict[SegmentName, int] = {}
+        """Bytes of each segment made by this appender; its owner takes out those that are archived."""
+        self.commits, self.groups, self.nbytes = 0, 0, 0
+        """Syncs, and what they made durable."""
+        self._paths, self._bank_id, self._session, self._writer = paths, bank_id, session, writer
+        self._check_fence = check_fence
+        self._abandon = abandon
+        self._lock = threading.Lock()
+        """Held by the one who writes."""
+        self._gate = threading.Lock()
+        """Guards the queue. Never held for long: an event loop may wait for it."""
+        self._queue: deque[Ticket] = deque()
+        self._streams: dict[int, tuple[SegmentName, StreamWriter]] = {}
+        self._parts: dict[int, int] = {}
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def commit(self, ticket: Ticket) -> None:
+        """Write the ticket and wait until it is durable, or raise what prevented that."""
+        self._enqueue(ticket)
+        try:
+            while not ticket.done:
+                with self._lock:
+                    if not ticket.done:
+                        self._write_waiting()
+        except BaseException:  # interrupted: whoever writes next is not to write this
+            with self._gate:
+                if ticket in self._queue:
+                    self._queue.remove(ticket)
+            raise
+        if ticket.error is not None:
+            raise ticket.error
+
+    def commit_soon(self, ticket: Ticket) -> None:
+        """Have the ticket written by the appender's thread; ``ticket.notify`` tells when."""
+        self._enqueue(ticket, start=True)
+        self._wake.set()
+
+    def flush(self) -> None:
+        """Write whatever waits."""
+        with self._lock:
+            while self._queue:
+                self._write_waiting()
+
+    def roll(self, iteration: int | None) -> None:
+        """Write whatever waits and close the segments of all other iterations."""
+        self.flush()
+        with self._lock:
+            for other in [key for key in self._streams if key != iteration]:
+                self._close(other)
+
+    def close(self) -> None:
+        """Refuse further tickets, write what waits, close all segments and end the thread."""
+        with self._gate:
+            self._stopping = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.roll(None)
+
+    def active_names(self) -> set[str]:
+        """Names of segments that may still get records. What they got before is in ``arrived``, or is written now."""
+        with self._lock:
+            return {str(name) for name, _ in self._streams.values()}
+
+    def _enqueue(self, ticket: Ticket, *, start: bool = False) -> None:
+        with self._gate:
+            if self._stopping:
+                raise BankClosedError(f"{self._paths.root}: session {self._session} was closed; nothing was appended")
+            self._queue.append(ticket)
+            if start and self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="arrowbank-append", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping or self._queue:
+            self._wake.wait()
+            if not self._stopping:
+                self._wake.clear()
+            while self._queue:
+                with self._lock:
+                    self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        """Write one batch of waiting tickets, all of one iteration. Holds the lock."""
+        batch = self._next_batch()
+        if not batch:
+            return
+        error: Exception | None = None
+        try:
+            self._write(batch)
+        except Exception as caught:
+            error = caught
+        except BaseException:
+            error = OSError(errno.EINTR, "the thread that wrote this was interrupted; the group is not in the bank")
+            raise
+        finally:
+            for ticket in batch:
+                ticket.error, ticket.done = error, True
+            for ticket in batch:
+                self._notify(ticket)
+
+    def _notify(self, ticket: Ticket) -> None:
+        try:
+            if ticket.notify is not None:
+                ticket.notify(ticket)
+        except Exception:  # nobody else's append may fail or hang for it
+            _log.exception("telling that an append was written failed")
+
+    def _next_batch(self) -> list[Ticket]:
+        with self._gate:
+            if not self._queue:
+                return []
+            batch = [self._queue.popleft()]
+            nbytes = sum(map(len, batch[0].messages))
+            while self._queue and self._queue[0].iteration == batch[0].iteration:
+                nbytes += sum(map(len, self._queue[0].messages))
+                if nbytes > self.MAX_BATCH_BYTES:
+                    break
+                batch.append(self._queue.popleft())
+            return batch
+
+    def _write(self, batch: list[Ticket]) -> None:
+        iteration = batch[0].iteration
+        self._check_fence()
+        try:
+            name, stream = self._streams.get(iteration) or self._open(iteration)
+        except OSError:
+            self._check_fence()  # a takeover takes tmp/ away: say that rather than "no such file"
+            raise
+        first = stream.records
+        messages = [message for ticket in batch for message in ticket.messages]
+        try:
+            stream.append(messages)
+            self._check_fence()
+        except BaseException:
+            self._give_up(iteration, first, len(messages))
+            raise
+        self.commits += 1
+        self.groups += len(messages)
+        self.nbytes += sum(map(len, messages))
+        self.sizes[name] = stream.offset
+        heads = (head for ticket in batch for head in ticket.heads)
+        self.arrived.extend(GroupRef(head["uid"], name, at, head) for at, head in enumerate(heads, first))
+
+    def _give_up(self, iteration: int, first: int, count: int) -> None:
+        """Never write to the iteration's segment again, and journal which of its records do not count."""
+        name, stream = self._streams.pop(iteration)
+        stream.poisoned = True
+        try:
+            self._abandon(str(name), first, count)
+        finally:
+            stream.close()
+
+    def _open(self, iteration: int) -> tuple[SegmentName, StreamWriter]:
+        part = self._parts.get(iteration, 0)
+        self._parts[iteration] = part + 1
+        name = SegmentName(self._session, iteration, part, self._writer)
+        tmp = self._paths.session_tmp(self._session)
+        stream = StreamWriter.create(self._paths.segments / str(name), tmp, self._bank_id, SEGMENT_SCHEMA)
+        self.sizes[name] = stream.offset
+        self._streams[iteration] = name, stream
+        return name, stream
+
+    def _close(self, iteration: int) -> None:
+        name, stream = self._streams.pop(iteration)
+        self.closed.append(SegmentFacts(str(name), stream.records, stream.offset))
+        stream.close()
