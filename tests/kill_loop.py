@@ -47,6 +47,8 @@ class Model:
     draws: dict[int, tuple[list[str], str]] = field(default_factory=dict)
     intended: tuple[int, list[str], str] | None = None
     evicted: set[str] = field(default_factory=set)
+    may_be_evicted: set[str] = field(default_factory=set)
+    """Killed before the eviction was acknowledged: it may or may not count."""
     checkpoint: int = 0
     called: int = 0
     last: str = ""
@@ -61,6 +63,8 @@ class Model:
         elif kind == "D":
             self.draws[int(words[0])] = (words[2].split(","), words[1])
             self.intended = None
+        elif kind == "e":
+            self.may_be_evicted.add(words[0])
         elif kind == "E":
             self.evicted.add(words[0])
         elif kind == "c":
@@ -85,7 +89,7 @@ def check(model: Model, bank: RolloutBank, directory: Path, checkpoint: int, res
         raise Violation(f"plan {found} instead of {expected} (or with {model.intended})")
     pending = {group.uid: group for queue in restored.pending.values() for group in queue}
     drawn = {uid for uids, _ in model.draws.values() for uid in uids} | {uid for _, uids, _ in found for uid in uids}
-    lost = model.digests.keys() - drawn - model.evicted - pending.keys()
+    lost = model.digests.keys() - drawn - model.evicted - model.may_be_evicted - pending.keys()
     if lost:
         raise Violation(f"{len(lost)} acknowledged groups are lost")
     again = pending.keys() & (drawn | model.evicted)
@@ -122,6 +126,7 @@ def work(bank: RolloutBank, restored: Any, start: int, rng: random.Random, tell:
             for _ in range(BATCH):
                 pool.append(append_one(bank, rng, tell))
             if rng.random() < 0.3:
+                tell(f"e {pool[-1]}")
                 bank.evict([pool[-1]], "test")
                 tell(f"E {pool.pop()}")
             uids, pool = pool[:BATCH], pool[BATCH:]
