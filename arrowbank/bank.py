@@ -386,8 +386,8 @@ class RolloutBank:
         session drew.
         """
         names = _uids(uids)
-        if not reason:
-            raise ValueError("evict: say a reason")
+        if not isinstance(reason, str) or not reason:
+            raise ValueError(f"evict: say the reason in words, not {reason!r}")
         with self._turn():
             self._require_restored("evict")
             self._appender.flush()

@@ -78,6 +78,9 @@ def encode_group(
     source_index: int | None = None,
 ) -> EncodedGroup:
     """Encode a group. Raises UnrepresentableError, naming the field, for what could not come back exactly."""
+    for name, given in (("split", split), ("evicted", evicted)):
+        if given is not None and (not isinstance(given, str) or not given):
+            raise ValueError(f"{name}={given!r}: give a text that is not empty")
     shared = details.group_details(group, session=session, writer=writer, source_index=source_index)
     head = _head(group, shared, uid, iteration, split, evicted, source_index)
     rows = _Rows()

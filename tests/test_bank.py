@@ -296,6 +296,18 @@ def test_unknown_groups_and_slips_of_the_hand_are_refused(path: Path) -> None:
             bank.restore(0, mode="again")  # type: ignore[arg-type]
 
 
+def test_reasons_and_splits_are_words(path: Path) -> None:
+    with RolloutBank.open(path) as bank:
+        bank.restore(0)
+        with pytest.raises(ValueError, match="evicted=True"):
+            bank.append(token_group(), evicted=True)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="split=3"):
+            bank.append(token_group(), split=3)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="in words, not 3"):
+            bank.evict([bank.append(token_group())], 3)  # type: ignore[arg-type]
+        assert bank.stats().live_groups == 1
+
+
 def test_checkpoints_may_come_late_and_never_change_the_iteration(path: Path) -> None:
     with RolloutBank.open(path) as bank:
         bank.restore(0)
