@@ -24,6 +24,7 @@ __all__ = [
     "TokenArray",
     "bools",
     "dtype_name",
+    "exact_turns",
     "float32s",
     "named_dtype",
     "ndarray",
@@ -36,6 +37,8 @@ Float32Array: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
 
 MAX_TOKEN_ID = 2**31 - 1
+_EXACT = 2.0**53
+"""Larger integers are refused where floats are expected, exact or not."""
 
 
 def tokens(value: Any) -> TokenArray:
@@ -74,7 +77,7 @@ def float32s(value: Any) -> Float32Array:
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = wide.astype(np.float32)
     if wide.dtype.kind in "iu":
-        if not np.array_equal(narrow.astype(np.float64), wide.astype(np.float64)):
+        if wide.size and (np.abs(narrow).max() > _EXACT or not np.array_equal(narrow.astype(np.int64), wide)):
             raise UnrepresentableError("", "an integer here has no exact float32")
     elif wide.dtype.itemsize > 4 and np.any(np.isinf(narrow) & ~np.isinf(wide)):
         raise UnrepresentableError("", "a finite number here is beyond float32 and would become infinite")
@@ -89,12 +92,31 @@ def bools(value: Any) -> BoolArray:
         try:
             wide: NDArray[Any] = np.frombuffer(bytes(value), np.uint8)
         except (TypeError, ValueError):
-            raise UnrepresentableError("", "a mask holds True and False (or 1 and 0) only") from None
+            if not all(isinstance(entry, np.bool_ | bool) for entry in value):  # NumPy's bool is no index
+                raise UnrepresentableError("", "a mask holds True and False (or 1 and 0) only") from None
+            wide = np.array(value, np.bool_)
     else:
         wide = _one_dimensional(_as_array(value))
     if wide.size and (wide.dtype.kind not in "biu" or wide.min() < 0 or wide.max() > 1):
         raise UnrepresentableError("", "a mask holds True and False (or 1 and 0) only")
     return wide.astype(np.bool_)
+
+
+def exact_turns(name: str, given: Any, dtype: Any) -> list[NDArray[Any]]:
+    """Return turns that are arrays of ``dtype`` already: a list may have been changed since it was converted.
+
+    Raises UnrepresentableError, naming the turn.
+    """
+    if type(given) is not list:
+        raise UnrepresentableError(name, f"expected a list with one array a turn, found {type(given).__name__}")
+    for index, turn in enumerate(given):
+        if type(turn) is not np.ndarray or turn.dtype != dtype or turn.ndim != 1:
+            found = f"shape {turn.shape} of {turn.dtype}" if isinstance(turn, np.ndarray) else type(turn).__name__
+            expected = f"expected one dimension of {np.dtype(dtype)}, found {found}"
+            raise UnrepresentableError(f"{name}[{index}]", f"{expected}; assign the whole list to convert it")
+        if dtype is np.int32 and turn.size and turn.min() < 0:
+            raise UnrepresentableError(f"{name}[{index}]", _out_of_range(int(turn.min()), 0))
+    return given
 
 
 def ndarray(value: Any) -> NDArray[Any]:
@@ -108,10 +130,10 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return a name from which ``named_dtype`` makes the same dtype again, or raise UnrepresentableError."""
     name = dtype.name if dtype.isnative else dtype.str
     try:
-        if dtype.hasobject or dtype.fields is not None or named_dtype(name) != dtype:
+        if not _is_plain(dtype) or named_dtype(name) != dtype:
             raise TypeError
     except (TypeError, UnrepresentableError):
-        if named_plain(dtype.str) == dtype:
+        if _is_plain(dtype) and named_plain(dtype.str) == dtype:
             return dtype.str
         raise UnrepresentableError("", f"arrays of dtype {dtype} cannot be kept; use a plain number dtype") from None
     return name
@@ -121,9 +143,14 @@ def named_plain(name: str) -> np.dtype[Any] | None:
     """Return NumPy's own dtype of that name unless it holds objects or fields; None if there is none."""
     try:
         dtype = np.dtype(name)
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):
         return None
-    return None if dtype.hasobject or dtype.fields is not None or dtype.kind == "V" else dtype
+    return dtype if _is_plain(dtype) and dtype.kind != "V" else None
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    """Whether bytes alone make elements of this dtype."""
+    return not dtype.hasobject and dtype.fields is None and dtype.subdtype is None and dtype.itemsize > 0
 
 
 def named_dtype(name: str) -> np.dtype[Any]:
@@ -136,7 +163,7 @@ def named_dtype(name: str) -> np.dtype[Any]:
     except ImportError:
         raise UnrepresentableError("", f"dtype {name} needs the package ml_dtypes: install ml-dtypes") from None
     scalar = getattr(ml_dtypes, name, None)
-    if not isinstance(scalar, type):
+    if not isinstance(scalar, type) or not issubclass(scalar, np.generic):
         raise UnrepresentableError("", f"no dtype is called {name!r}")
     return np.dtype(scalar)
 
@@ -151,6 +178,8 @@ def same_bits(left: Any, right: Any) -> bool:
             and left.shape == right.shape
             and left.tobytes() == right.tobytes()
         )
+    if isinstance(left, np.generic) or isinstance(right, np.generic):
+        return type(left) is type(right) and left.tobytes() == right.tobytes()
     if isinstance(left, float) and isinstance(right, float):
         return struct.pack("<d", left) == struct.pack("<d", right)
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
@@ -184,9 +213,11 @@ def _as_array(value: Any) -> NDArray[Any]:
         return np.asarray(value.detach().cpu().view(torch.int16)).view(named_dtype("bfloat16"))
     if isinstance(value, str | bytes | Mapping) or value is None:
         raise UnrepresentableError("", f"expected an array, found {type(value).__name__}")
+    if isinstance(value, np.ma.MaskedArray):
+        raise UnrepresentableError("", "the mask of a masked array cannot be kept")
     try:
         found = np.asarray(value)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # RuntimeError: torch, requires_grad
         raise UnrepresentableError("", f"expected an array: {error}") from None
     if found.dtype.hasobject:
         raise UnrepresentableError("", f"expected an array of numbers, found {type(value).__name__} of objects")

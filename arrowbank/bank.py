@@ -7,6 +7,7 @@ archive. Whoever writes records or commits the archive never takes the bank's lo
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import operator
 import os
@@ -23,22 +24,13 @@ from arrowbank.archive.store import ArchiveStore, create_bank
 from arrowbank.durable import files
 from arrowbank.durable.appender import Appender
 from arrowbank.durable.intake import AppendOptions, Intake
-from arrowbank.durable.journal import Checkpointed, Drawn, Entry, Evicted, Journal, Sealed
-from arrowbank.durable.journal import Restored as RestoredEntry
+from arrowbank.durable.journal import Drawn, Journal
 from arrowbank.durable.layout import BankPaths
-from arrowbank.durable.line import Line
+from arrowbank.durable.ledger import Ledger
 from arrowbank.durable.manifest import data_without_manifest, read_manifest
-from arrowbank.durable.recovery import State, read_state
-from arrowbank.durable.segment import SegmentFacts
+from arrowbank.durable.recovery import read_state
 from arrowbank.durable.session import Claim, Takeover, claim_session
-from arrowbank.errors import (
-    BankClosedError,
-    CorruptRecordError,
-    FencedError,
-    InvalidDrawError,
-    ReplayUnavailableError,
-    UnknownGroupError,
-)
+from arrowbank.errors import BankClosedError, FencedError, InvalidDrawError, ReplayUnavailableError
 from arrowbank.restored import BankStats, Restored, hand_back
 from arrowbank.types import RolloutGroup
 
@@ -111,20 +103,15 @@ class RolloutBank:
         manifest = read_manifest(self._paths)
         self._store = ArchiveStore(self._paths, manifest, claim.session, claim.check)
         self._store.settle()
-        self._state: State = read_state(self._paths, manifest)
-        self._had_groups = bool(self._state.groups) or bool(manifest.files)
-        self._restored = False
-        self._line: Line = self._state.history.line(claim.session)
+        state = read_state(self._paths, manifest)
         self._iteration = 0
         self._journal = Journal(self._paths, manifest.bank_id, claim.session, claim.check)
+        abandon = self._journal.abandon
         self._appender = Appender(
-            self._paths,
-            manifest.bank_id,
-            claim.session,
-            _MAIN,
-            check_fence=claim.check,
-            abandon=self._journal.abandon,
+            self._paths, manifest.bank_id, claim.session, _MAIN, check_fence=claim.check, abandon=abandon
         )
+        has_groups = bool(state.groups) or bool(manifest.files)
+        self._ledger = Ledger(self._paths, claim.session, state, self._journal, self._appender, must_restore=has_groups)
         self._intake = Intake(
             self._appender, session=claim.session, writer=_MAIN, retries=self._retries, on_written=self._warn_if_full
         )
@@ -179,18 +166,18 @@ class RolloutBank:
     @property
     def live_bytes(self) -> int:
         """Bytes of segments that are not archived."""
-        return sum([*self._state.segment_bytes.values(), *self._appender.sizes.copy().values()])
+        return self._ledger.live_bytes
 
     def stats(self) -> BankStats:
         """Return counts of this handle."""
         self._require_own_process()  # a fork may have copied the lock while it was held
         with self._lock:
-            self._take_arrivals()
+            self._ledger.take_arrivals()
             archived = self._store.manifest.files
             return BankStats(
                 session=self.session,
                 iteration=self._iteration,
-                live_groups=len(self._state.groups),
+                live_groups=len(self._ledger.state.groups),
                 live_bytes=self.live_bytes,
                 appended_groups=self._appender.groups,
                 appended_bytes=self._appender.nbytes,
@@ -232,31 +219,25 @@ class RolloutBank:
                     return self._restore(iteration, mode, accept_damage)
 
     def _restore(self, iteration: int, mode: str, accept_damage: bool) -> Restored:
-        line = self._line
-        if self._restored or line.last_drawn >= 0 or line.checkpoints or self._appender.sizes or self._appender.groups:
-            self._renew_session()
-        self._refuse_damage(accept_damage)
         through = self._store.manifest.archived_through
         if iteration < through:
             raise ReplayUnavailableError(
                 f"restore({iteration}): the archive has taken iterations up to {through - 1}; the earliest "
                 f"checkpoint to restore is {through}. Keep more with keep_checkpoints"
             )
-        history = self._state.history
-        lines = {number: line for number, line in history.lines.items() if number != self.session}
-        history.lines = lines
-        entry = RestoredEntry(iteration, mode, history.parent_of(iteration))
-        self._journal.write([entry])
-        history.apply(self.session, entry)
-        self._line = history.line(self.session)
-        self._restored, self._iteration = True, iteration
+        self._ledger.check_restore(iteration, accept_damage=accept_damage)
+        if self._ledger.is_used:
+            self._renew_session()
+            self._ledger.check_restore(iteration, accept_damage=accept_damage)
+        self._ledger.restore(iteration, mode)
+        self._iteration = iteration
         seconds = time.monotonic() - self._started
-        return hand_back(self._state, self._line, live_bytes=self.live_bytes, seconds=seconds)
+        return hand_back(self._ledger.state, self._ledger.line, live_bytes=self.live_bytes, seconds=seconds)
 
     def _renew_session(self) -> None:
         """Close the session and begin the next one. A failure closes the handle."""
         try:
-            self._finish_writing()
+            self._ledger.finish()
             self._compactor.close()
             self._journal.close()
             self._begin_session(self._claim.renew())
@@ -266,28 +247,19 @@ class RolloutBank:
                 self._claim.release()
             raise
 
-    def _refuse_damage(self, accept: bool) -> None:
-        if self._state.hidden and not accept:
-            damage, iterations = self._state.hidden[0]
-            raise CorruptRecordError(
-                self._paths.journal / damage.name,
-                f"{damage.reason}: a draw {iterations} may be hidden",
-                offset=damage.offset,
-                hint="restore(…, accept_damage=True) goes on with what can be read",
-            )
-
     # -- collecting
 
     def begin_iteration(self, iteration: int) -> None:
         """Say that groups finished from now on are collected at ``iteration``. Iterations only go up."""
         iteration = operator.index(iteration)
         with self._turn():
-            floor = max(self._iteration, self._line.resumed)
+            line = self._ledger.line
+            floor = max(self._iteration, line.resumed)
             if iteration < floor:
                 raise InvalidDrawError(f"begin_iteration({iteration}) after iteration {floor}; iterations only go up")
             self._appender.roll(iteration)
             self._iteration = iteration
-            self._line.began = max(self._line.began, iteration)
+            line.began = max(line.began, iteration)
 
     def append(
         self,
@@ -316,7 +288,10 @@ class RolloutBank:
         evicted: str | None = None,
         source_index: int | None = None,
     ) -> list[str]:
-        """Make several groups durable with one sync, all or none; return their uids. As ``append``."""
+        """Make several groups durable with one sync; return their uids. As ``append``.
+
+        When it raises, none of them is in the bank. A kill in its middle may leave some of them, each whole, as pending.
+        """
         self._require_open()
         options = AppendOptions(split=split, evicted=evicted, source_index=source_index)
         return self._intake.append(list(groups), self._iteration, options)
@@ -367,17 +342,7 @@ class RolloutBank:
         kept = None if state is None else bytes(memoryview(state))
         drawn = Drawn(operator.index(iteration), _uids(uids), operator.index(span), kept)
         with self._turn():
-            self._require_restored(f"mark_consumed at iteration {iteration}")
-            self._appender.flush()
-            self._take_arrivals()
-            if not self._line.check_draw(drawn, self._state.history.evicted):
-                return
-            self._require_known(drawn.uids)
-            for uid in drawn.uids:
-                split = self._state.groups[uid].head["split"]
-                if split != "train":
-                    raise InvalidDrawError(f"group {uid} is of split {split!r}, which is never trained on")
-            self._record(drawn)
+            self._ledger.draw(drawn)
 
     def evict(self, uids: Iterable[str], reason: str) -> None:
         """Say that groups will never be trained on, and why. Already evicted ones keep their reason.
@@ -389,14 +354,7 @@ class RolloutBank:
         if not isinstance(reason, str) or not reason:
             raise ValueError(f"evict: say the reason in words, not {reason!r}")
         with self._turn():
-            self._require_restored("evict")
-            self._appender.flush()
-            self._take_arrivals()
-            self._line.check_evict(names)
-            self._require_known(names)
-            new = tuple(uid for uid in names if uid not in self._state.history.evicted)
-            if new:
-                self._record(Evicted(new, reason))
+            self._ledger.evict(names, reason)
 
     def checkpoint(self, iteration: int, *, wait: bool = False) -> None:
         """Record that the model checkpoint holding ``iteration`` iterations is durable. Call it after that.
@@ -409,54 +367,18 @@ class RolloutBank:
         """
         iteration = operator.index(iteration)
         with self._turn():
-            self._require_restored(f"checkpoint({iteration})")
-            if self._line.check_checkpoint(iteration):
-                self._take_arrivals()
-                self._record(Checkpointed(iteration))
+            if self._ledger.checkpoint(iteration):
                 self._compactor.start(self._horizon())
         if wait:
             self._compactor.wait()
             self._compactor.raise_error()
 
-    def _record(self, entry: Entry) -> None:
-        """Make an entry durable, with the facts of segments closed since, and take it into the line."""
-        facts: list[SegmentFacts] = []
-        while self._appender.closed:
-            facts.append(self._appender.closed.popleft())
-        try:
-            self._journal.write([Sealed(tuple(facts)), entry] if facts else [entry])
-        except OSError:
-            self._appender.closed.extendleft(reversed(facts))
-            raise
-        self._state.history.apply(self.session, entry)
-
-    def _require_restored(self, what: str) -> None:
-        if self._had_groups and not self._restored:
-            raise InvalidDrawError(
-                f"{what} before restore, on a bank that has groups: call restore(iteration) first, 0 for a run from "
-                "the start"
-            )
-
-    def _require_known(self, uids: Iterable[str]) -> None:
-        unknown = [uid for uid in uids if uid not in self._state.groups]
-        if unknown:
-            raise UnknownGroupError(f"{self._paths.root}: no live group has uid {', '.join(unknown[:4])}")
-
-    def _take_arrivals(self) -> None:
-        """Take over groups that became durable."""
-        arrived = self._appender.arrived
-        while arrived:
-            ref = arrived.popleft()
-            self._state.groups[ref.uid] = ref
-            if "evicted" in ref.head:
-                self._state.history.evicted[ref.uid] = ref.head["evicted"]
-
     # -- archiving
 
     def _horizon(self) -> int:
         """The checkpoint up to which settled draws go to the archive: the oldest of those kept."""
-        recorded = sorted(self._line.checkpoints)
-        return recorded[-self._keep_checkpoints] if len(recorded) >= self._keep_checkpoints else 0
+        newest = list(itertools.islice(reversed(self._ledger.line.checkpoints), self._keep_checkpoints))
+        return newest[-1] if len(newest) == self._keep_checkpoints else 0
 
     def _plan(self, settled_by: int) -> compaction.Task | None:
         """Tell the compactor what is finished."""
@@ -464,20 +386,21 @@ class RolloutBank:
             self._claim.check()
             # In this order: a segment that was made before the first look and is not active at the second one gets
             # no more groups, and those it has got are among the arrivals.
-            made = {*self._state.segment_bytes, *self._appender.sizes.copy()}
+            state = self._ledger.state
+            made = {*state.segment_bytes, *self._appender.sizes.copy()}
             active = self._appender.active_names()
-            self._take_arrivals()
+            self._ledger.take_arrivals()
             finished = [name for name in made if str(name) not in active]
             bank_id, target = self._store.manifest.bank_id, self._store.target()
-            return compaction.plan(self._paths.root, bank_id, self._state, self._line, settled_by, finished, target)
+            return compaction.plan(self._paths.root, bank_id, state, self._ledger.line, settled_by, finished, target)
 
     def _forget(self, task: compaction.Task) -> None:
         """Let go of what is archived now."""
         with self._lock:
             for uid in task.fates:
-                self._state.groups.pop(uid, None)
+                self._ledger.state.groups.pop(uid, None)
             for name in task.segments:
-                self._state.segment_bytes.pop(name, None)
+                self._ledger.state.segment_bytes.pop(name, None)
                 self._appender.sizes.pop(name, None)
             if self._max_bytes is not None and self.live_bytes <= self._max_bytes:
                 self._warned = False
@@ -497,9 +420,10 @@ class RolloutBank:
                 return
             self._closed = True
         try:
-            self._finish_writing()
+            with self._lock:
+                self._ledger.finish()
             if final:
-                self._compactor.start(max(self._line.checkpoints, default=0), last=True)
+                self._compactor.start(max(self._ledger.line.checkpoints, default=0), last=True)
             self._compactor.wait()
             self._compactor.raise_error()
         except FencedError as error:
@@ -515,16 +439,6 @@ class RolloutBank:
             pass  # told when it happened
         finally:
             self._claim.release()
-
-    def _finish_writing(self) -> None:
-        with self._lock:
-            try:
-                self._appender.close()
-            finally:
-                self._take_arrivals()
-            if self._appender.closed:
-                self._journal.write([Sealed(tuple(self._appender.closed))])
-                self._appender.closed.clear()
 
 
 def _uids(uids: Iterable[str]) -> tuple[str, ...]:

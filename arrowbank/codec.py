@@ -6,6 +6,7 @@ with the field's name. Encoding copies each token once; decoding gives views of 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -37,6 +38,7 @@ MAX_GROUP_BYTES = 2**30
 
 
 _HEAD_OF_GROUP = (("batch_id", "batch_id"), ("index_in_batch", "index_in_batch"), ("extra", "group_extra"))
+_decoding = threading.RLock()  # one for all groups: decoding holds the interpreter's lock anyway
 
 
 @dataclass(slots=True)
@@ -64,6 +66,17 @@ class _Rows:
     blobs: list[NDArray[Any]] = field(default_factory=list)
     blob_counts: list[int | None] = field(default_factory=list)
 
+    @property
+    def nbytes(self) -> int:
+        """Of what grows with the rollouts."""
+        texts = (self.env_ids, self.texts, self.details)
+        numbers = (self.tokens, self.logprobs, self.blobs)
+        return (
+            sum(len(part) for column in texts for part in column if part is not None)
+            + sum(part.nbytes for column in numbers for part in column if part is not None)
+            + sum(mask.nbytes // 8 for mask in self.masks if mask is not None)
+        )
+
 
 def encode_group(
     group: RolloutGroup,
@@ -81,22 +94,39 @@ def encode_group(
     for name, given in (("split", split), ("evicted", evicted)):
         if given is not None and (not isinstance(given, str) or not given):
             raise ValueError(f"{name}={given!r}: give a text that is not empty")
+    details.check_text({"uid": uid, "split": split, "evicted": evicted}, "")
     shared = details.group_details(group, session=session, writer=writer, source_index=source_index)
-    head = _head(group, shared, uid, iteration, split, evicted, source_index)
+    rows = _rows(group, shared)
+    _check_size(rows.nbytes)  # before anything is laid out: offsets have 32 bits
+    columns = _columns(rows, len(group.rollouts), uid, iteration, split, completed_at_us)
+    _check_size(columns.nbytes)
+    return EncodedGroup(columns, _head(group, shared, uid, iteration, split, evicted, source_index))
+
+
+def _rows(group: RolloutGroup, shared: dict[str, Any]) -> _Rows:
     rows = _Rows()
+    if type(group.rollouts) is not list:
+        raise UnrepresentableError("rollouts", f"expected a list, found {type(group.rollouts).__name__}")
     for index, rollout in enumerate(group.rollouts):
+        place = f"rollouts[{index}]"
+        if not isinstance(rollout, Rollout | TokenRollout):
+            raise UnrepresentableError(place, f"expected a Rollout or TokenRollout, found {type(rollout).__name__}")
         try:
             _add_row(rows, rollout, shared)
         except UnrepresentableError as error:
-            raise error.inside(f"rollouts[{index}]") from None
+            raise error.inside(place) from None
+        if rollout.env_id and rollout.env_id != group.env_id:
+            raise UnrepresentableError(
+                f"{place}.env_id", f"{rollout.env_id!r} in a group whose rollouts before it name {group.env_id!r}"
+            )
     if not group.rollouts:
         _add_empty_row(rows, shared)
-    columns = _columns(rows, len(group.rollouts), uid, iteration, split, completed_at_us)
-    if columns.nbytes > MAX_GROUP_BYTES:
-        raise UnrepresentableError(
-            "rollouts", f"{columns.nbytes:,} bytes; a group may have {MAX_GROUP_BYTES:,} (1 GiB)"
-        )
-    return EncodedGroup(columns, head)
+    return rows
+
+
+def _check_size(nbytes: int) -> None:
+    if nbytes > MAX_GROUP_BYTES:
+        raise UnrepresentableError("rollouts", f"{nbytes:,} bytes; a group may have {MAX_GROUP_BYTES:,} (1 GiB)")
 
 
 def _head(
@@ -108,11 +138,8 @@ def _head(
     evicted: str | None,
     source_index: int | None,
 ) -> dict[str, Any]:
-    env_ids = {rollout.env_id for rollout in group.rollouts if rollout.env_id}
-    if len(env_ids) > 1:
-        raise UnrepresentableError("env_id", f"one group's rollouts name several environments: {sorted(env_ids)}")
     problems = {rollout.problem_id for rollout in group.rollouts}
-    head: dict[str, Any] = {"uid": uid, "iteration": iteration, "env": next(iter(env_ids), ""), "split": split}
+    head: dict[str, Any] = {"uid": uid, "iteration": iteration, "env": group.env_id, "split": split}
     head["size"] = len(group.rollouts)
     head["problem"] = problems.pop() if len(problems) == 1 else None
     head |= {name: shared[key] for name, key in _HEAD_OF_GROUP if shared.get(key)}
@@ -120,15 +147,15 @@ def _head(
         head["source_index"] = source_index
     if evicted is not None:
         head["evicted"] = evicted
-    details.check_text(head, "")
     return head
 
 
 def _add_row(rows: _Rows, rollout: Rollout | TokenRollout, shared: dict[str, Any]) -> None:
     own = details.rollout_details(rollout)
     blobs = [_bytes_of(array) for array in rollout.arrays.values()]
-    reward = rollout.reward
-    rows.rewards.append(_sum(reward) if isinstance(reward, list) else reward)
+    rows.rewards.append(details.reward(rollout.reward))
+    if not isinstance(rollout.env_id, str | None):
+        raise UnrepresentableError("env_id", f"expected a string or None, found {type(rollout.env_id).__name__}")
     if isinstance(rollout, TokenRollout):
         rows.kinds.append(b"token")
         _add_tokens(rows, rollout, own, blobs)
@@ -139,14 +166,10 @@ def _add_row(rows: _Rows, rollout: Rollout | TokenRollout, shared: dict[str, Any
         rows.env_ids.append(None if rollout.env_id is None else rollout.env_id.encode())
         rows.details.append(details.dump(shared | own).encode())
     except UnicodeEncodeError:
-        details.check_text({"env_id": rollout.env_id} | own, "")
+        details.check_text(dict(rollout.__dict__), "")
         raise
     rows.blobs += blobs
     rows.blob_counts.append(len(blobs))
-
-
-def _sum(rewards: list[float]) -> float:
-    return float(sum(rewards))
 
 
 def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
@@ -154,10 +177,13 @@ def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def _add_tokens(rows: _Rows, rollout: TokenRollout, own: dict[str, Any], blobs: list[NDArray[Any]]) -> None:
-    trajectory = _checked("trajectory", rollout.trajectory, arrays.tokens)
-    masks = _checked("generation_mask", rollout.generation_mask, arrays.bools)
-    logprobs = _checked("logprobs", rollout.logprobs, arrays.float32s)
-    folded = turns.fold(trajectory or [], masks, logprobs)
+    masks = (
+        None
+        if rollout.generation_mask is None
+        else arrays.exact_turns("generation_mask", rollout.generation_mask, np.bool_)
+    )
+    logprobs = None if rollout.logprobs is None else arrays.exact_turns("logprobs", rollout.logprobs, np.float32)
+    folded = turns.fold(arrays.exact_turns("trajectory", rollout.trajectory, np.int32), masks, logprobs)
     final = folded.final
     rows.texts.append(None)
     if final is None:  # no turns: an empty list is told from None by a column that is empty rather than null
@@ -171,7 +197,7 @@ def _add_tokens(rows: _Rows, rollout: TokenRollout, own: dict[str, Any], blobs: 
             rows.known.append(nothing)
         return
     rows.num_tokens.append(len(final.tokens))
-    rows.num_generated.append(None if final.mask is None else _generated(folded))
+    rows.num_generated.append(None if final.mask is None else turns.count_sampled(folded))
     rows.tokens.append(final.tokens)
     rows.masks.append(final.mask)
     rows.logprobs.append(final.logprobs)
@@ -185,26 +211,9 @@ def _add_tokens(rows: _Rows, rollout: TokenRollout, own: dict[str, Any], blobs: 
             blobs += [_bytes_of(part) for part in parts if part is not None]
 
 
-def _checked(name: str, given: list[Any] | None, convert: Callable[[Any], NDArray[Any]]) -> list[Any] | None:
-    """Check once more what pydantic checked: lists can be changed behind its back."""
-    if given is None:
-        return None
-    checked = []
-    for index, turn in enumerate(given):
-        try:
-            checked.append(convert(turn))
-        except UnrepresentableError as error:
-            raise UnrepresentableError(f"{name}[{index}]", error.reason) from None
-    return checked
-
-
-def _generated(folded: turns.Folded) -> int:
-    assert folded.final is not None
-    sequences = [folded.final, *folded.irregular]
-    return sum(int(np.count_nonzero(sequence.mask)) for sequence in sequences if sequence.mask is not None)
-
-
 def _add_text(rows: _Rows, rollout: Rollout, own: dict[str, Any]) -> None:
+    if type(rollout.trajectory) is not list or not all(type(turn) is str for turn in rollout.trajectory):
+        raise UnrepresentableError("trajectory", "expected a list with one string a turn")
     final, cut, irregular = turns.fold_text(rollout.trajectory)
     try:
         rows.texts.append(None if final is None else final.encode())
@@ -392,23 +401,26 @@ class StoredGroup(RolloutGroup):
             "uid": head["uid"],
         }
         group = _construct(cls, fields, head.get("extra"))
+        group.__pydantic_fields_set__.add("rollouts")
         object.__setattr__(group, "_load", load)
         return group
 
     def __getattr__(self, name: str) -> Any:
         if name != "rollouts":
             return super().__getattr__(name)  # type: ignore[misc]  # pydantic hides its __getattr__ from checkers
-        self.__dict__["rollouts"] = rollouts = self._load()
-        object.__setattr__(self, "_load", None)
-        return rollouts
+        with _decoding:
+            if name not in self.__dict__:  # another thread may have been first
+                object.__setattr__(self, "__dict__", {name: self._load(), **self.__dict__})  # in the fields' order
+                object.__setattr__(self, "_load", None)
+            return self.__dict__[name]
 
     def plain(self) -> RolloutGroup:
         """Return a RolloutGroup with the same rollouts."""
         order = {name: getattr(self, name) for name in RolloutGroup.model_fields}
         return _construct(RolloutGroup, order, dict(self.__pydantic_extra__ or {}))
 
-    def _values(self) -> dict[str, Any]:
-        return self.plain().__dict__
+    def __eq__(self, other: object) -> bool:
+        return self.plain() == other
 
     def __copy__(self) -> RolloutGroup:  # type: ignore[override]  # a copy need not stay mapped
         return self.plain()
@@ -424,6 +436,9 @@ class StoredGroup(RolloutGroup):
 
     def __str__(self) -> str:
         return str(self.plain())
+
+    def __repr_args__(self) -> Any:  # what rich and devtools print
+        return self.plain().__repr_args__()
 
 
 def _itself(group: RolloutGroup) -> RolloutGroup:

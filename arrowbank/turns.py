@@ -29,6 +29,7 @@ __all__ = [
     "Folded",
     "Sequence",
     "Turn",
+    "count_sampled",
     "fold",
     "fold_text",
     "unfold",
@@ -54,7 +55,7 @@ class Turn(NamedTuple):
     """SAMPLED: a logprob for each True of this turn's mask; FULL: for each token; CUMULATIVE: for each sampled
     token of the source up to ``end``, earlier turns included."""
     given: int = 0
-    """Logprobs of this turn; one fewer than SAMPLED says when the sampler kept none for the end token."""
+    """Logprobs of this turn; one fewer than SAMPLED or CUMULATIVE says when there is none for the end token."""
 
 
 @dataclass(slots=True)
@@ -111,15 +112,39 @@ def fold_text(trajectory: list[str]) -> tuple[str | None, list[Turn], list[str]]
         return None, [], []
     texts, turns = [trajectory[-1]], []
     for text in reversed(trajectory):
-        if not texts[-1].startswith(text):
+        source = next((index for index, longer in enumerate(texts) if longer.startswith(text)), len(texts))
+        if source == len(texts):
             texts.append(text)
-        turns.append(Turn(len(texts) - 1, len(text)))
+        turns.append(Turn(source, len(text)))
     return texts[0], turns[::-1], texts[1:]
 
 
 def unfold_text(final: str | None, turns: list[Turn], irregular: list[str]) -> list[str]:
     """Give text turns back."""
     return [] if final is None else [[final, *irregular][turn.source][: turn.end] for turn in turns]
+
+
+def count_sampled(folded: Folded) -> int:
+    """Count the sampled tokens of all turns; one that a turn repeats from the turn before it counts once."""
+    if folded.final is None or folded.final.mask is None:
+        return 0
+    if not folded.irregular:
+        return int(np.count_nonzero(folded.final.mask))
+    sources = [folded.final, *folded.irregular]
+    total = 0
+    before, before_mask = sources[0].tokens[:0], folded.final.mask[:0]
+    for turn in folded.turns:
+        tokens, mask = sources[turn.source].tokens[: turn.end], _mask_of(sources[turn.source], turn)
+        shared = _common_prefix(before, tokens)
+        total += int(np.count_nonzero(mask)) - int(np.count_nonzero(mask[:shared] & before_mask[:shared]))
+        before, before_mask = tokens, mask
+    return total
+
+
+def _common_prefix(left: TokenArray, right: TokenArray) -> int:
+    size = min(len(left), len(right))
+    different = left[:size] != right[:size]
+    return int(different.argmax()) if different.any() else size
 
 
 def _check_turn_counts(turns: int, masks: list[BoolArray] | None, logprobs: list[Float32Array] | None) -> None:
@@ -161,14 +186,18 @@ def _ragged(count: int, size: int, sampled: int) -> str:
 def _fold_many(
     trajectory: list[TokenArray], masks: list[BoolArray] | None, logprobs: list[Float32Array] | None
 ) -> Folded:
-    """Take the last turn and those before it that are prefixes of it as one sequence; repeat with what is left."""
+    """Take the last turn and those before it that are prefixes of it as one sequence; repeat with what is left.
+
+    A turn that another sequence has already still says which tokens of this one were sampled.
+    """
     sequences: list[Sequence] = []
     turns: dict[int, Turn] = {}
     pending = list(range(len(trajectory)))
     while pending:
         anchor = pending[-1]
-        chain = _prefix_chain(trajectory, pending)
+        chain = _prefix_chain(trajectory, anchor)
         sequence = _union(chain, trajectory, masks, logprobs)
+        chain = [index for index in chain if index not in turns]
         cut = _cut(chain, len(sequences), sequence, trajectory, masks, logprobs)
         if anchor not in cut:
             # An earlier turn contradicts the last one, whose values must be the ones that the row shows.
@@ -186,16 +215,19 @@ def _fold_many(
     return Folded(sequences[0], [turns[index] for index in range(len(trajectory))], sequences[1:])
 
 
-def _prefix_chain(trajectory: list[TokenArray], pending: list[int]) -> list[int]:
-    """Return, ascending, the last pending turn and the pending ones right before it that are prefixes of it."""
-    longest = trajectory[pending[-1]]
-    chain = [pending[-1]]
-    for index in reversed(pending[:-1]):
-        turn = trajectory[index]
-        if len(turn) > len(longest) or not np.array_equal(longest[: len(turn)], turn):
-            break
-        chain.append(index)
-    return chain[::-1]
+def _prefix_chain(trajectory: list[TokenArray], anchor: int) -> list[int]:
+    """Return, ascending, a turn and those before it that are prefixes of it; other turns may stand between."""
+    longest = trajectory[anchor]
+    return [index for index in range(anchor) if _is_prefix(trajectory[index], longest)] + [anchor]
+
+
+def _is_prefix(turn: TokenArray, longest: TokenArray) -> bool:
+    size = len(turn)
+    if size == 0:
+        return True
+    if size > len(longest) or turn[-1] != longest[size - 1]:  # tells most that are none without reading them
+        return False
+    return np.array_equal(longest[:size], turn)
 
 
 def _union(
@@ -230,8 +262,10 @@ def _places(count: int, end: int, own: BoolArray | None, union: BoolArray | None
             return own if count == sampled else _first_sampled(own, count)
     if count == end:
         return np.ones(end, np.bool_)
-    if union is not None and count == np.count_nonzero(union[:end]):
-        return union[:end]
+    if union is not None:
+        sampled = int(np.count_nonzero(union[:end]))
+        if count in (sampled, sampled - 1):
+            return union[:end] if count == sampled else _first_sampled(union[:end], count)
     return None
 
 
@@ -267,15 +301,17 @@ def _describe(
         return turn
     for form in (SAMPLED, FULL, CUMULATIVE) if mask is not None else (FULL,):
         turn = turn._replace(form=form, given=len(values))
-        if _known_of(sequence, turn) and _logprobs_of(sequence, turn).tobytes() == values.tobytes():
+        if _all_given(sequence, turn) and _logprobs_of(sequence, turn).tobytes() == values.tobytes():
             return turn
     return None
 
 
-def _known_of(sequence: Sequence, turn: Turn) -> bool:
-    """Whether every logprob that this cut would give back was given."""
+def _all_given(sequence: Sequence, turn: Turn) -> bool:
+    """Whether this form allows for so many logprobs, and every one that it would give back was given."""
     assert sequence.known is not None
-    return bool(_pick(sequence.known, sequence, turn).all())
+    places = turn.end if turn.form == FULL else int(np.count_nonzero(_sampled_places(sequence, turn)))
+    allowed = turn.given == places or (turn.form != FULL and turn.given == places - 1)
+    return allowed and bool(_pick(sequence.known, sequence, turn).all())
 
 
 def _mask_of(sequence: Sequence, turn: Turn) -> BoolArray:
@@ -297,11 +333,15 @@ def _pick(values: NDArray[_T], sequence: Sequence, turn: Turn) -> NDArray[_T]:
     values = values[: turn.end]
     if turn.form == FULL:
         return values
-    places = _mask_of(sequence, turn if turn.form == SAMPLED else turn._replace(mask_from=0))
+    places = _sampled_places(sequence, turn)
     count = int(np.count_nonzero(places))
     start = int(places.argmax()) if count else 0
     run = places[start : start + count].all()
     return (values[start : start + count] if run else values[places])[: turn.given]
+
+
+def _sampled_places(sequence: Sequence, turn: Turn) -> BoolArray:
+    return _mask_of(sequence, turn if turn.form == SAMPLED else turn._replace(mask_from=0))
 
 
 def _first_sampled(mask: BoolArray, count: int) -> BoolArray:

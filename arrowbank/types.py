@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from datetime import UTC
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -113,11 +113,22 @@ MaskTurns = Annotated[list[NDArray[np.bool_]] | None, _optional_turns(arrays.boo
 LogprobTurns = Annotated[list[NDArray[np.float32]] | None, _optional_turns(arrays.float32s), _AS_LISTS]
 NamedArrays = Annotated[dict[str, NDArray[Any]], PlainValidator(_named_arrays), _AS_LISTS]
 PromptLengths = Annotated[list[int], PlainValidator(lambda value: _prompt_lengths(value))]
-UtcDatetime = Annotated[AwareDatetime, AfterValidator(lambda moment: moment.astimezone(UTC))]
+UtcDatetime = Annotated[AwareDatetime, AfterValidator(lambda moment: _utc(moment))]
+
+
+def _utc(moment: datetime) -> datetime:
+    if getattr(moment, "nanosecond", 0):  # pandas.Timestamp is a datetime
+        raise UnrepresentableError("", "times are kept in microseconds, and this one has nanoseconds")
+    try:
+        utc = moment.astimezone(UTC)
+    except OverflowError:
+        raise UnrepresentableError("", f"{moment} is outside the years 1 … 9999 in UTC") from None
+    return datetime.combine(utc.date(), utc.time(), UTC)
 
 
 def _prompt_lengths(value: Any) -> list[int]:
-    lengths = [value] if isinstance(value, int | np.integer) else list(value)
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    lengths = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(length, int | np.integer) and length >= 0 for length in lengths):
         raise ValueError("expected the prompt's length, or one for each turn")
     return [int(length) for length in lengths]
@@ -146,14 +157,13 @@ class AgentBaseModel(BaseModel):
         if not isinstance(other, AgentBaseModel):
             return NotImplemented
         if not (isinstance(other, type(self)) or isinstance(self, type(other))):
-            return False
-        return arrays.same_bits(self._values(), other._values()) and arrays.same_bits(
-            self.__pydantic_extra__ or {}, other.__pydantic_extra__ or {}
-        )
+            return NotImplemented
+        return arrays.same_bits(self._values(), other._values())
 
     def _values(self) -> dict[str, Any]:
-        """The declared fields' values: what equality compares."""
-        return self.__dict__
+        """What equality compares: all fields. One that a subclass declares equals the extra one it comes back as."""
+        declared = {name: getattr(self, name) for name in type(self).model_fields}
+        return declared | (self.__pydantic_extra__ or {})
 
     __hash__ = None  # type: ignore[assignment]  # mutable, as its arrays are
 
@@ -231,11 +241,6 @@ class RolloutGroup(AgentBaseModel):
         """The environment that the members name; "" when none does."""
         return next((rollout.env_id for rollout in self.rollouts if rollout.env_id), "")
 
-    @model_serializer(mode="wrap")
-    def _serialize(self, handler: SerializerFunctionWrapHandler) -> Any:
-        _ = self.rollouts  # a stored group decodes them now; pydantic looks past __getattr__, also from other models
-        return handler(self)
-
     def __iter__(self) -> Iterator[TokenRollout | Rollout]:  # type: ignore[override]  # a sequence of rollouts, as in Megatron
         return iter(self.rollouts)
 
@@ -244,6 +249,11 @@ class RolloutGroup(AgentBaseModel):
 
     def __getitem__(self, index: int) -> TokenRollout | Rollout:
         return self.rollouts[index]
+
+    @model_serializer(mode="wrap")
+    def _serialize(self, handler: SerializerFunctionWrapHandler) -> Any:
+        _ = self.rollouts  # of a group on disk: decodes; here, since a model that holds one dumps it as a RolloutGroup
+        return handler(self)
 
 
 GroupedRollouts: TypeAlias = list[RolloutGroup]
@@ -260,7 +270,7 @@ def _refusal(error: ValidationError) -> Exception:
             joint = "" if not cause.field or cause.field.startswith("[") else "."
             return UnrepresentableError(f"{place}{joint}{cause.field}", cause.reason)
         if detail["type"] == "string_unicode":
-            return UnrepresentableError(place, "a lone surrogate has no UTF-8 form")
+            return UnrepresentableError(place or "extra", "a lone surrogate has no UTF-8 form")
     return error
 
 

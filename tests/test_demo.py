@@ -94,10 +94,10 @@ def test_the_logprobs_given_are_those_of_the_sampled_tokens() -> None:
 def test_tokens_are_sampled_as_often_as_their_probability_says() -> None:
     policy = Policy.initial(1)
     policy.parameters["output"] *= 20
-    prompt = np.array([2, 9, 3], np.int32)
+    prompt = [2, 9, 3]
     uniforms: NDArray[np.float64] = np.random.default_rng(0).random(20_000)
     tokens, _ = policy.sample([prompt] * len(uniforms), uniforms)
-    expected = np.exp(policy.logprobs(*contexts(prompt, np.array([3])))[0])
+    expected = np.exp(policy.logprobs(*contexts(np.array(prompt, np.int32), np.array([3])))[0])
     assert np.bincount(tokens, minlength=VOCABULARY) / len(tokens) == pytest.approx(expected, abs=0.015)
 
 

@@ -24,6 +24,7 @@ from arrowbank.durable.line import History, Line, LineDraw
 from arrowbank.durable.manifest import ArchiveFile
 from arrowbank.durable.recovery import State
 from arrowbank.durable.segment import GroupRef, read_segment
+from arrowbank.durable.stream import Damage
 from arrowbank.errors import CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA, SEGMENT_SCHEMA
 
@@ -74,6 +75,8 @@ class Task:
     """Of every group that goes into the file."""
     places: dict[str, tuple[SegmentName, int]]
     """Where it is: a failed append may have left another record of the same group."""
+    torn: tuple[Damage, ...]
+    """Unfinished tails of the segments: to be quarantined before anything is unlinked."""
     settled_by: int
     """The checkpoint whose settled draws are archived."""
     target: Path
@@ -106,9 +109,10 @@ def plan(
 ) -> Task | None:
     """Choose those ``finished`` segments that have nothing in them that a resume could still hand out.
 
-    Damaged ones stay as they are. Returns None when there is nothing to archive.
+    Corrupt ones, and those that lost a record, stay as they are; of torn ones the tail is to be quarantined first.
+    Returns None when there is nothing to archive.
     """
-    damaged = {damage.name for damage in state.damage} | state.lost.keys()
+    damaged = {damage.name for damage in state.damage if not damage.torn} | state.lost.keys()
     over = {name for name in finished if str(name) not in damaged}
     known = fates(state.history, line, settled_by, state.groups)
     for group in state.groups.values():
@@ -121,7 +125,8 @@ def plan(
     taken = {group.uid: group for group in state.groups.values() if group.segment in over}
     places = {uid: (group.segment, group.sequence) for uid, group in taken.items()}
     chosen = {uid: known.get(uid, Fate()) for uid in taken}
-    return Task(root, bank_id, tuple(sorted(over)), chosen, places, settled_by, target)
+    torn = tuple(damage for damage in state.damage if damage.name in set(map(str, over)))
+    return Task(root, bank_id, tuple(sorted(over)), chosen, places, torn, settled_by, target)
 
 
 def execute(task: Task) -> ArchiveFile | None:

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from arrowbank.archive.compaction import Task, execute
 from arrowbank.archive.store import ArchiveStore
+from arrowbank.durable import quarantine
 from arrowbank.errors import FencedError
 
 __all__ = ["Compactor"]
@@ -63,6 +64,7 @@ class Compactor:
             task = self._plan(settled_by)
             if task is not None:
                 made = execute(task)
+                quarantine.keep(self._store.paths, task.target.parent, task.torn)
                 self._store.add(made, task.segments, task.settled_by)
                 self._forget(task)
             if last:

@@ -51,7 +51,7 @@ def widen(lean: pa.Table, run_id: str) -> pa.Table:
     versions = [[span[2] for span in row.get("policy_versions") or ()] for row in rows]
     columns["oldest_policy_version"] = [min(found, default=None) for found in versions]
     columns["newest_policy_version"] = [max(found, default=None) for found in versions]
-    columns["prompt_hash"] = _prompt_hashes(lean, rows)
+    columns["prompt_hash"] = _prompt_hashes(lean, rows, blobs)
     columns["arrays"] = [_arrays(row, found) for row, found in zip(rows, blobs, strict=True)]
     columns["irregular_turns"] = _irregular(rows, kinds, blobs)
     columns["extra"] = [_text(row.get("extra")) for row in rows]
@@ -129,13 +129,13 @@ def _exact_floats(wide: pa.Table) -> list[dict[str, Any]]:
     overrides = _optional_numbers(wide["advantage_override"])
     rewards = [_list_numbers(scalar) for scalar in wide["turn_rewards"]]
     metrics = [
-        {key: details.number(value) for key, value in zip(scalar.values.field("key").to_pylist(),
+        {key: details.json_number(value) for key, value in zip(scalar.values.field("key").to_pylist(),
          _numbers(scalar.values.field("value"), np.float64).tolist(), strict=True)}
         for scalar in wide["metrics"]
     ]  # fmt: skip
     return [
         {
-            "advantage_override": None if override is None else details.number(override),
+            "advantage_override": None if override is None else details.json_number(override),
             "turn_rewards": reward,
             "metrics": metric or None,
         }
@@ -152,7 +152,7 @@ def _optional_numbers(column: pa.ChunkedArray) -> list[float | None]:
 def _list_numbers(scalar: Any) -> list[Any] | None:
     if not scalar.is_valid:
         return None
-    return [details.number(value) for value in _numbers(scalar.values, np.float64).tolist()]
+    return [details.json_number(value) for value in _numbers(scalar.values, np.float64).tolist()]
 
 
 def _numbers(array: pa.Array, dtype: Any) -> NDArray[Any]:
@@ -269,29 +269,56 @@ def _list_of(
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, mask=mask), type=kind, mask=null)
 
 
-def _prompt_hashes(lean: pa.Table, rows: list[dict[str, Any]]) -> list[str | None]:
+def _prompt_hashes(lean: pa.Table, rows: list[dict[str, Any]], blobs: list[list[bytes]]) -> list[str | None]:
     """xxh3-64 of the first turn's prompt; None where nothing says where that ends."""
     hashes: list[str | None] = []
-    columns = zip(lean["tokens"], lean["generation_mask"], lean["text"].to_pylist(), rows, strict=True)
-    for tokens, mask, text, row in columns:
-        end = (row.get("prompt_length") or [None])[0]
-        turn = (row.get("turns") or [[1]])[0]
-        if turn[0] != 0:  # the first turn is no slice of the final sequence
+    columns = zip(lean["tokens"], lean["generation_mask"], lean["text"].to_pylist(), rows, blobs, strict=True)
+    for tokens, mask, text, row, found in columns:
+        said = (row.get("prompt_length") or [None])[0]
+        if "turns" not in row:
             hashes.append(None)
         elif text is not None:
-            hashes.append(None if end is None else xxhash.xxh3_64_hexdigest(text[:end].encode()))
+            hashes.append(None if said is None else _hash(_first_text(text, row)[:said].encode()))
         else:
-            hashes.append(_token_prompt_hash(tokens, mask, turn[1], end))
+            prompt = _prompt_tokens(*_first_turn(tokens, mask, row, found), said)
+            hashes.append(None if prompt is None else _hash(prompt.tobytes()))
     return hashes
 
 
-def _token_prompt_hash(tokens: Any, mask: Any, turn_end: int, end: int | None) -> str | None:
-    if mask.is_valid:
-        sampled = np.flatnonzero(mask.values.slice(0, turn_end).to_numpy(zero_copy_only=False))
-        end = int(sampled[0]) if len(sampled) else turn_end
-    if end is None or not tokens.is_valid:
+def _first_text(text: str, row: dict[str, Any]) -> str:
+    source, end = row["turns"][0]
+    first: str = [text, *row.get("irregular", ())][source][:end]
+    return first
+
+
+def _first_turn(
+    tokens: Any, mask: Any, row: dict[str, Any], blobs: list[bytes]
+) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    """The first turn's tokens and mask."""
+    source, end, mask_from = row["turns"][0][:3]
+    if source:
+        rest = iter(blobs[len(row.get("arrays", ())) :])
+        sequences = [_sequence(rest, *has) for has in row["irregular"][:source]]
+        first, sampled = sequences[-1][:2]
+    else:
+        first = _numbers(tokens.values, np.int32)
+        sampled = mask.values.to_numpy(zero_copy_only=False) if mask.is_valid else None
+    if sampled is None:
+        return first[:end], None
+    return first[:end], sampled[:end] & (np.arange(len(sampled[:end])) >= mask_from)
+
+
+def _prompt_tokens(tokens: NDArray[Any], mask: NDArray[Any] | None, said: int | None) -> NDArray[Any] | None:
+    """What ``prompt_length`` says, else all before the first sampled token."""
+    if said is not None:
+        return tokens[:said]
+    if mask is None:
         return None
-    return xxhash.xxh3_64_hexdigest(_numbers(tokens.values, np.int32)[:end].tobytes())
+    return tokens[: int(mask.argmax())] if mask.any() else tokens
+
+
+def _hash(data: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
 
 
 def _text(value: Any) -> str | None:

@@ -24,7 +24,7 @@ def demo(
     ] = None,
     iterations: Annotated[
         int, typer.Option(min=FEWEST_ITERATIONS, help="Training iterations; few of them learn little.")
-    ] = 80,
+    ] = 60,
     kills: Annotated[int, typer.Option(min=0, help="How many times the trainer is killed with SIGKILL.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, sampling and kill moments.")] = 0,
     no_bank: Annotated[bool, typer.Option("--no-bank", help="The control: the same kills, without a bank.")] = False,

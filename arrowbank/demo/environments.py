@@ -88,7 +88,7 @@ class Sampler:
             if not active:
                 break
             await asyncio.sleep(self._latency_s)
-            sequences = [np.array(episode.tokens, np.int32) for episode, _ in active]
+            sequences = [episode.tokens for episode, _ in active]
             tokens, logprobs = self._policy.sample(sequences, self.rng.random(len(active)))
             for (episode, sampled), token, logprob in zip(active, tokens.tolist(), logprobs, strict=True):
                 episode.tokens.append(token)

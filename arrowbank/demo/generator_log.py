@@ -1,6 +1,6 @@
 """What the generators were asked for, written down outside the bank: the independent witness of the demo.
 
-JSON lines, each fsync'd as it is written, in the order of events over all attempts:
+JSON lines, each synced as it is written, in the order of events over all attempts:
     {"event": "resumed", attempt, pid, iteration, pending, draws}
     {"event": "asked", attempt, pid, iteration, env_id, source_index}
     {"event": "acknowledged", …the same}    the bank's append returned; without a bank, the group was assembled
@@ -43,7 +43,7 @@ class GeneratorLog:
 
     def _write(self, record: dict[str, Any]) -> None:
         os.write(self._descriptor, (json.dumps(record | self._common) + "\n").encode())
-        os.fsync(self._descriptor)
+        os.fdatasync(self._descriptor)
 
     def _end_torn_line(self) -> None:
         size = os.fstat(self._descriptor).st_size

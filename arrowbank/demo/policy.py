@@ -8,7 +8,6 @@ Shapes: N tokens to predict, W the window, V the vocabulary, G the members of a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -85,11 +84,10 @@ class Policy:
         """Return the log-probability of every next token. Shapes: (N, V)."""
         return self._forward(windows_NW, positions_N).logprobs_NV
 
-    def sample(self, sequences: Sequence[Ints], uniforms_G: Floats) -> tuple[Ints, NDArray[np.float32]]:
+    def sample(self, sequences: list[list[int]], uniforms_G: Floats) -> tuple[Ints, NDArray[np.float32]]:
         """Sample the next token of each sequence by inverse transform, with its logprob. Shapes: (G,) both."""
-        ends = np.array([len(sequence) for sequence in sequences], np.intp)
-        pairs = [contexts(sequence, ends[i : i + 1]) for i, sequence in enumerate(sequences)]
-        windows, positions = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+        windows = np.array([([PAD] * WINDOW + tokens)[-WINDOW:] for tokens in sequences], np.int32)
+        positions = np.array([min(len(tokens), POSITIONS - 1) for tokens in sequences], np.int32)
         logprobs_GV = self.logprobs(windows, positions)
         below_GV = np.cumsum(np.exp(logprobs_GV), axis=1) <= uniforms_G[:, None]
         tokens_G = np.minimum(below_GV.sum(axis=1), VOCABULARY - 1).astype(np.int32)

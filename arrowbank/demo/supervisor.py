@@ -51,7 +51,7 @@ class DemoSettings:
     """What ``arrowbank demo`` is asked for."""
 
     directory: Path
-    iterations: int = 80
+    iterations: int = 60
     kills: int = 5
     seed: int = 0
     has_bank: bool = True

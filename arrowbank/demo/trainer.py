@@ -27,7 +27,7 @@ from arrowbank.types import RolloutGroup
 
 __all__ = ["ObservedBank", "SourceIndices", "Trainer", "main"]
 
-LATENCY_S = 0.001
+LATENCY_S = 0.0005
 """Simulated, for each sampled token."""
 
 

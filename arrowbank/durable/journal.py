@@ -246,7 +246,7 @@ def _decode(record: Record) -> Entry:
             case "sealed":
                 return Sealed(tuple(SegmentFacts(*fact) for fact in details["facts"]))
         raise ValueError(f"unknown kind {row['kind']!r}")
-    except (ValueError, OSError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, OSError, KeyError, TypeError, IndexError, pa.ArrowException) as error:
         raise CorruptRecordError(
             record.name, f"the seal matches, but this is no journal entry ({error})", offset=record.offset
         ) from error

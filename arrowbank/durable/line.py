@@ -15,6 +15,7 @@ Invariant (I3): a group that is not evicted is in at most one draw of a line; in
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -57,7 +58,7 @@ class Line:
     planned: dict[int, list[LineDraw]] = field(default_factory=dict)
     """Inherited draws by iteration that are to be replayed: neither settled nor repeated nor void."""
     checkpoints: dict[int, int] = field(default_factory=dict)
-    """Checkpoint → the session that recorded it."""
+    """Checkpoint → the session that recorded it, in rising order."""
     last_checkpoint: int = 0
     """The session's own last one, or ``resumed``."""
     last_drawn: int = -1
@@ -123,7 +124,7 @@ class Line:
             raise InvalidDrawError(f"span {drawn.span}: a draw feeds at least one optimizer step")
         if not drawn.uids:
             raise InvalidDrawError(f"an empty draw at iteration {at}: mark a batch only when it has groups")
-        repeated = sorted({uid for uid in drawn.uids if drawn.uids.count(uid) > 1})
+        repeated = sorted(uid for uid, times in Counter(drawn.uids).items() if times > 1)
         if repeated:
             raise InvalidDrawError(f"the draw at iteration {at} names {repeated} twice")
         if self._was_made(drawn):
@@ -260,6 +261,8 @@ class History:
 
     def _let_go_of_others(self, session: int) -> None:
         """A checkpoint makes its line the only one: from now on the archive holds what that line settles."""
+        if len(self.lines) == 1:
+            return
         kept = self.lines[session]
         recorded = {checkpoint for line in self.lines.values() for checkpoint in line.checkpoints}
         self.gone = (self.gone | recorded) - kept.checkpoints.keys()

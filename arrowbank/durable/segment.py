@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from arrowbank import codec
 from arrowbank.durable.layout import SegmentName
 from arrowbank.durable.stream import Damage, Record, Scan, map_file, scan
@@ -48,11 +50,16 @@ def read_segment(path: Path, bank_id: str) -> tuple[Scan, memoryview]:
     return scan(data, path.name, bank_id), data
 
 
+_NOT_A_GROUP = (
+    ValueError, OSError, KeyError, TypeError, IndexError, AttributeError, StopIteration, pa.ArrowException
+)  # fmt: skip
+
+
 def load_rollouts(record: Record) -> Rollouts:
     """Decode a record's rollouts. Raises CorruptRecordError when sealed bytes are not a group."""
     try:
         return codec.decode_group(record.batch(SEGMENT_SCHEMA))
-    except (ValueError, OSError, KeyError, TypeError, IndexError, AttributeError, StopIteration) as error:
+    except _NOT_A_GROUP as error:
         raise CorruptRecordError(
             record.name,
             f"the seal matches, but the record is not a group ({error})",

@@ -7,7 +7,6 @@ it says where it is. Invariant: every record it returns carries a seal that matc
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -146,11 +145,11 @@ class Scan:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map a file for reading. The mapping lives as long as any view of it."""
-    with path.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    """Map a file for reading. The mapping lives as long as any view of it, and needs no descriptor."""
+    if not path.stat().st_size:
+        return memoryview(b"")
+    with pa.memory_map(os.fspath(path)) as file:  # Python's own mmap keeps a descriptor for each mapped segment
+        return memoryview(file.read_buffer())
 
 
 def scan(data: memoryview, name: str, bank_id: str) -> Scan:
@@ -184,8 +183,6 @@ class _Reader:
         place, following = self.after_schema(), self._next_record(found, 0)
         if place is not None and (following is None or place <= following.offset):
             return place
-        if not self.data:
-            return None
         torn = following is None and not self._tail_is_whole(0)
         return self._note(found, 0, "the schema message is damaged", following, torn=torn)
 
@@ -254,14 +251,17 @@ class _Reader:
     def skip_damage(self, found: Scan, place: int, reason: str) -> int | None:
         """Note damage from ``place`` up to the next good record; without one it is a torn tail."""
         following = self._next_record(found, place)
-        torn = following is None and not self._tail_is_whole(place)
+        if following is None:
+            torn = not self._tail_is_whole(place)
+        else:  # within an append that a power cut may have left half on the disk
+            torn = following.first <= place and not self._was_finished(found, following)
         return self._note(found, place, reason, following, torn=torn)
 
     def _was_finished(self, found: Scan, record: Record) -> bool:
         """Whether the append that ``record`` belongs to was finished: a later one follows, or the end mark."""
         if self._tail_is_whole(record.offset):
             return True
-        later = Scan(self.name, [*found.records[-1:], record])
+        later = Scan(self.name, [record])
         following: Record | None = record
         while following is not None and following.first == record.first:
             later.records.append(following)

@@ -1,0 +1,151 @@
+"""What one session knows of its line and its groups, and how it changes that: journaled first, then believed.
+
+Not thread-safe: the bank serialises calls. Every method that changes something is durable on return; when it raises,
+nothing has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from arrowbank.durable.appender import Appender
+from arrowbank.durable.journal import Checkpointed, Drawn, Entry, Evicted, Journal, Restored, Sealed
+from arrowbank.durable.layout import BankPaths
+from arrowbank.durable.line import Line
+from arrowbank.durable.recovery import State
+from arrowbank.durable.segment import SegmentFacts
+from arrowbank.errors import CorruptRecordError, InvalidDrawError, UnknownGroupError
+
+__all__ = ["Ledger"]
+
+
+class Ledger:
+    """The state of one session."""
+
+    def __init__(
+        self, paths: BankPaths, session: int, state: State, journal: Journal, appender: Appender, *, must_restore: bool
+    ) -> None:
+        self.state = state
+        self.line: Line = state.history.line(session)
+        self.restored = False
+        self._paths, self._session = paths, session
+        self._journal, self._appender = journal, appender
+        self._must_restore = must_restore
+
+    @property
+    def is_used(self) -> bool:
+        """Whether this session has restored or written anything, so that another restore belongs to the next one."""
+        line, appender = self.line, self._appender
+        return bool(self.restored or line.last_drawn >= 0 or line.checkpoints or appender.sizes or appender.groups)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of segments that are not archived."""
+        return sum([*self.state.segment_bytes.values(), *self._appender.sizes.copy().values()])
+
+    # -- resume
+
+    def check_restore(self, iteration: int, *, accept_damage: bool) -> None:
+        """Raise when this checkpoint cannot be restored: HistoryGoneError, CorruptRecordError."""
+        self.state.history.parent_of(iteration)
+        if self.state.hidden and not accept_damage:
+            damage, iterations = self.state.hidden[0]
+            raise CorruptRecordError(
+                self._paths.journal / damage.name,
+                f"{damage.reason}: a draw {iterations} may be hidden",
+                offset=damage.offset,
+                hint="restore(…, accept_damage=True) goes on with what can be read",
+            )
+
+    def restore(self, iteration: int, mode: str) -> None:
+        """Take up the line that holds checkpoint ``iteration``."""
+        history = self.state.history
+        history.lines = {number: line for number, line in history.lines.items() if number != self._session}
+        entry = Restored(iteration, mode, history.parent_of(iteration))
+        self._journal.write([entry])
+        history.apply(self._session, entry)
+        self.line = history.line(self._session)
+        self.restored = True
+
+    # -- training
+
+    def draw(self, drawn: Drawn) -> None:
+        self._require_restored(f"mark_consumed at iteration {drawn.iteration}")
+        self._wait_for_appends()
+        if not self.line.check_draw(drawn, self.state.history.evicted):
+            return
+        self._require_known(drawn.uids)
+        for uid in drawn.uids:
+            split = self.state.groups[uid].head["split"]
+            if split != "train":
+                raise InvalidDrawError(f"group {uid} is of split {split!r}, which is never trained on")
+        self._record(drawn)
+
+    def evict(self, uids: tuple[str, ...], reason: str) -> None:
+        self._require_restored("evict")
+        self._wait_for_appends()
+        self.line.check_evict(uids)
+        self._require_known(uids)
+        new = tuple(uid for uid in dict.fromkeys(uids) if uid not in self.state.history.evicted)
+        if new:
+            self._record(Evicted(new, reason))
+
+    def checkpoint(self, iteration: int) -> bool:
+        """Return whether this was news."""
+        self._require_restored(f"checkpoint({iteration})")
+        if not self.line.check_checkpoint(iteration):
+            return False
+        self._record(Checkpointed(iteration))
+        return True
+
+    # -- groups and segments
+
+    def take_arrivals(self) -> None:
+        """Take over groups that became durable."""
+        arrived = self._appender.arrived
+        while arrived:
+            ref = arrived.popleft()
+            self.state.groups[ref.uid] = ref
+            if "evicted" in ref.head:
+                self.state.history.evicted[ref.uid] = ref.head["evicted"]
+
+    def finish(self) -> None:
+        """Write what waits and say how many records each segment has."""
+        try:
+            self._appender.close()
+        finally:
+            self.take_arrivals()
+        if self._appender.closed:
+            self._journal.write([Sealed(self._closed_facts())])
+
+    def _closed_facts(self) -> tuple[SegmentFacts, ...]:
+        facts: list[SegmentFacts] = []
+        while self._appender.closed:
+            facts.append(self._appender.closed.popleft())
+        return tuple(facts)
+
+    def _record(self, entry: Entry) -> None:
+        """Make an entry durable, with the facts of segments closed since, and take it into the line."""
+        facts = self._closed_facts()
+        try:
+            self._journal.write([Sealed(facts), entry] if facts else [entry])
+        except OSError:
+            self._appender.closed.extendleft(reversed(facts))
+            raise
+        self.state.history.apply(self._session, entry)
+
+    def _wait_for_appends(self) -> None:
+        self._appender.flush()
+        self.take_arrivals()
+
+    def _require_restored(self, what: str) -> None:
+        if self._must_restore and not self.restored:
+            raise InvalidDrawError(
+                f"{what} before restore, on a bank that has groups: call restore(iteration) first, 0 for a run from "
+                "the start"
+            )
+
+    def _require_known(self, uids: Iterable[str]) -> None:
+        unknown = [uid for uid in uids if uid not in self.state.groups]
+        if unknown:
+            raise UnknownGroupError(f"{self._paths.root}: no live group has uid {', '.join(unknown[:4])}")

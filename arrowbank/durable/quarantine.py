@@ -1,0 +1,33 @@
+"""Damaged bytes, kept: no byte that does not verify is deleted before it lies here.
+
+``quarantine/<file>-<offset, 16 hexadecimal digits>.bytes`` holds the bytes as they were, the .json beside it what is
+known of them. Keeping the same damage twice changes nothing, so a crash in between costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from arrowbank.durable import files
+from arrowbank.durable.layout import BankPaths
+from arrowbank.durable.stream import Damage, map_file
+
+__all__ = ["keep"]
+
+
+def keep(paths: BankPaths, tmp: Path, damage: Iterable[Damage]) -> None:
+    """Copy the damaged parts of segments. Durability: on return the copies survive power loss. Raises OSError."""
+    for part in damage:
+        stem = f"{part.name}-{part.offset:016x}"
+        data = map_file(paths.segments / part.name)[part.offset : part.offset + part.length]
+        note = {
+            "file": part.name,
+            "offset": part.offset,
+            "length": part.length,
+            "reason": part.reason,
+            "torn": part.torn,
+        }
+        files.replace(paths.quarantine / f"{stem}.bytes", bytes(data), tmp)
+        files.replace(paths.quarantine / f"{stem}.json", json.dumps(note, indent=1).encode() + b"\n", tmp)

@@ -1,0 +1,236 @@
+"""What a bank's files say after damage, crashes and failed writes; reading changes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import token_group
+
+from arrowbank import CorruptionError, CorruptRecordError, RolloutBank
+from arrowbank.durable.layout import BankPaths
+from arrowbank.durable.manifest import read_manifest
+from arrowbank.durable.recovery import State, read_state
+from arrowbank.durable.stream import map_file, scan
+
+
+def make(root: Path, groups: int = 6, *, close: bool = True) -> list[str]:
+    """A bank whose first two groups were drawn at 0, the next two at 1."""
+    bank = RolloutBank.open(root)
+    bank.restore(0)
+    uids = [bank.append(token_group(number)) for number in range(groups)]
+    bank.mark_consumed(uids[:2], 0, state=b"zero")
+    bank.mark_consumed(uids[2:4], 1, state=b"one")
+    if close:
+        bank.close()
+    return uids
+
+
+def state_of(root: Path) -> State:
+    paths = BankPaths(root)
+    return read_state(paths, read_manifest(paths))
+
+
+def only(directory: Path) -> Path:
+    (path,) = sorted(directory.iterdir())
+    return path
+
+
+def edges_of(root: Path, path: Path) -> list[int]:
+    found = scan(map_file(path), path.name, read_manifest(BankPaths(root)).bank_id)
+    last = found.records[-1]
+    return [record.offset for record in found.records] + [last.offset + len(last.message)]
+
+
+def damage(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.write_bytes(data)
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_live_groups_come_in_the_order_they_were_appended(tmp_path: Path) -> None:
+    uids = make(tmp_path)
+    assert list(state_of(tmp_path).groups) == uids
+
+
+def test_reading_twice_finds_the_same_and_writes_nothing(tmp_path: Path) -> None:
+    make(tmp_path)
+    damage(only(tmp_path / "segments"), 3000)
+    before = tree(tmp_path)
+    first, second = state_of(tmp_path), state_of(tmp_path)
+    assert (first.groups.keys(), first.damage, first.lost) == (second.groups.keys(), second.damage, second.lost)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("hit", range(6))
+def test_a_damaged_record_costs_that_record_and_is_told(tmp_path: Path, hit: int) -> None:
+    uids = make(tmp_path)
+    segment = only(tmp_path / "segments")
+    edges = edges_of(tmp_path, segment)
+    damage(segment, (edges[hit] + edges[hit + 1]) // 2)
+    with RolloutBank.open(tmp_path) as bank:
+        restored = bank.restore(0)
+        given = [group.uid for draw in restored.draws for group in draw.groups]
+        pending = [group.uid for group in restored.pending["math"]]
+        assert given + pending == [uid for uid in uids if uid != uids[hit]]
+        assert [uid for draw in restored.draws for uid in draw.lost] == ([uids[hit]] if hit < 4 else [])
+        (told,) = restored.report.damage
+        assert f"{segment.name} at byte {edges[hit]}: corrupt" in told
+        assert restored.report.lost_records == 1
+        assert f"lost: {1} records" in str(restored.report)
+
+
+def test_records_that_the_journal_says_were_there_are_lost_though_the_file_ends_cleanly(tmp_path: Path) -> None:
+    make(tmp_path)
+    segment = only(tmp_path / "segments")
+    edges = edges_of(tmp_path, segment)
+    os.truncate(segment, edges[3])
+    state = state_of(tmp_path)
+    assert (len(state.groups), state.damage, state.lost) == (3, [], {segment.name: 3})
+
+
+def test_every_truncation_of_a_killed_banks_segment_opens(tmp_path: Path) -> None:
+    uids = make(tmp_path / "whole")
+    segment = only(tmp_path / "whole/segments")
+    journal = only(tmp_path / "whole/journal")
+    edges = edges_of(tmp_path / "whole", segment)
+    manifest = read_manifest(BankPaths(tmp_path / "whole"))
+    data = segment.read_bytes()
+    entries = edges_of(tmp_path / "whole", journal)
+    os.truncate(journal, entries[-2])  # a killed session did not tell how many records there were
+    for length in range(0, len(data), 97):
+        segment.write_bytes(data[:length])
+        state = read_state(BankPaths(tmp_path / "whole"), manifest)
+        whole = sum(edge <= length for edge in edges[1:])
+        assert list(state.groups) == uids[:whole]
+        assert state.lost == {}
+        assert all(place.torn for place in state.damage)
+
+
+def test_a_torn_journal_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    uids = make(tmp_path)
+    journal = only(tmp_path / "journal")
+    edges = edges_of(tmp_path, journal)
+    os.truncate(journal, edges[2] + 100)  # in the middle of the second draw
+    with RolloutBank.open(tmp_path) as bank:
+        restored = bank.restore(0)
+        assert [draw.iteration for draw in restored.draws] == [0]
+        assert [group.uid for group in restored.pending["math"]] == uids[2:]
+        assert "torn" in restored.report.damage[0]
+
+
+def test_a_damaged_journal_record_is_refused_with_its_iterations_until_accepted(tmp_path: Path) -> None:
+    uids = make(tmp_path)
+    journal = only(tmp_path / "journal")
+    edges = edges_of(tmp_path, journal)
+    damage(journal, edges[1] + 400)  # of the first draw, the second follows
+    with RolloutBank.open(tmp_path) as bank:
+        with pytest.raises(CorruptRecordError) as refused:
+            bank.restore(0)
+        said = str(refused.value)
+        assert f"{journal} at byte {edges[1]}" in said
+        assert "at iteration 0 or later, up to 1," in said
+        assert "accept_damage=True" in said
+        restored = bank.restore(0, accept_damage=True)
+        assert [draw.iteration for draw in restored.draws] == [1]
+        assert [group.uid for group in restored.pending["math"]] == uids[:2] + uids[4:]
+
+
+def test_a_damaged_schema_message_of_a_journal_or_segment_costs_nothing(tmp_path: Path) -> None:
+    uids = make(tmp_path)
+    for directory in ("journal", "segments"):
+        path = only(tmp_path / directory)
+        damage(path, 4)
+    with RolloutBank.open(tmp_path) as bank:
+        restored = bank.restore(0)
+        assert len(restored.report.damage) == 2
+        assert restored.report.lost_records == 0
+        assert [group.uid for draw in restored.draws for group in draw.groups] == uids[:4]
+
+
+def test_every_bit_of_a_draw_in_the_middle_of_the_journal_is_guarded(tmp_path: Path) -> None:
+    make(tmp_path)
+    journal = only(tmp_path / "journal")
+    edges = edges_of(tmp_path, journal)
+    data = journal.read_bytes()
+    for byte in range(edges[1], edges[2], 7):
+        journal.write_bytes(data[:byte] + bytes([data[byte] ^ 4]) + data[byte + 1 :])
+        state = state_of(tmp_path)
+        assert len(state.hidden) == 1
+        assert [draw.iteration for draw in state.history.lines[1].draws()] == [1]
+
+
+def test_abandoned_records_are_not_restored_though_they_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(times: list[int]) -> Callable[[int], None]:
+        fdatasync = os.fdatasync
+
+        def sync(descriptor: int) -> None:
+            fdatasync(descriptor)
+            if times:
+                times.pop()
+                raise OSError(5, "planted")
+
+        return sync
+
+    bank = RolloutBank.open(tmp_path)
+    bank.restore(0)
+    kept = [bank.append(token_group(1))]
+    monkeypatch.setattr(os, "fdatasync", failing([1]))
+    with pytest.raises(OSError, match="planted"):
+        bank.append_many([token_group(2), token_group(3)])
+    kept.append(bank.append(token_group(4)))
+    del bank  # killed
+    state = state_of(tmp_path)
+    assert list(state.groups) == kept
+    assert state.lost == {}
+    assert state.damage == []
+    segments = BankPaths(tmp_path).segment_names()
+    assert [(name.iteration, name.part) for name in segments] == [(0, 0), (0, 1)]
+
+
+def test_a_foreign_file_among_the_segments_is_told_and_left(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "segments/part-0.arrow").write_text("x")
+    with pytest.raises(CorruptionError, match=r"part-0\.arrow"):
+        RolloutBank.open(tmp_path)
+    (tmp_path / "segments/part-0.arrow").unlink()
+    with RolloutBank.open(tmp_path) as bank:
+        assert bank.restore(0).report.damage == ()
+
+
+def test_a_segment_of_another_bank_gives_nothing(tmp_path: Path) -> None:
+    make(tmp_path / "one")
+    make(tmp_path / "two", groups=3)
+    only(tmp_path / "one/segments").replace(only(tmp_path / "two/segments"))
+    state = state_of(tmp_path / "two")
+    assert state.groups == {}
+    assert [place.torn for place in state.damage] == [False]
+
+
+def test_an_abandoned_entry_with_absurd_numbers_allocates_nothing(tmp_path: Path) -> None:
+    from arrowbank.durable.journal import Abandoned, Entry
+
+    bank = RolloutBank.open(tmp_path)
+    uid = bank.append(token_group(1))
+    absurd: list[Entry] = [
+        Abandoned(name, 5, 2**60) for name in (only(tmp_path / "segments").name, "s0001-0000.arrows")
+    ]
+    bank._journal.write(absurd)
+    state = state_of(tmp_path)
+    assert (list(state.groups), state.lost) == ([uid], {})
+
+
+def test_edges_are_those_of_neighbouring_records(tmp_path: Path) -> None:
+    make(tmp_path)
+    edges: list[Any] = edges_of(tmp_path, only(tmp_path / "segments"))
+    assert all(low < high for low, high in pairwise(edges))

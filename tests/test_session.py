@@ -1,0 +1,372 @@
+"""One coordinator at a time: who holds a bank, who may take it over, and what becomes of who lost it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import token_group
+
+from arrowbank import BankLockedError, FencedError, RolloutBank
+from arrowbank.archive.store import ArchiveStore
+from arrowbank.durable import files, session
+from arrowbank.durable.layout import BankPaths
+from arrowbank.durable.session import Holder, claim_session
+from arrowbank.errors import CorruptionError
+
+OPEN = "import sys; from arrowbank import RolloutBank; bank = RolloutBank.open(sys.argv[1]); print('open', flush=True)"
+
+
+@contextmanager
+def holder_process(path: Path, then: str = "sys.stdin.read()") -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the bank until the block ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{OPEN}; {then}", str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdin is not None
+    try:
+        assert process.stdout.readline() == "open\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> BankPaths:
+    paths = BankPaths(tmp_path / "bank")
+    files.make_directories([paths.root, *paths.directories])
+    return paths
+
+
+def rewrite_claim(paths: BankPaths, number: int, **changes: Any) -> None:
+    claim = paths.claim(number)
+    claim.write_text(json.dumps(json.loads(claim.read_text()) | changes))
+
+
+# -- refused and taken over
+
+
+def test_a_second_coordinator_is_refused_by_name_of_the_holder(tmp_path: Path) -> None:
+    with holder_process(tmp_path / "bank") as process:
+        with pytest.raises(BankLockedError) as refused:
+            RolloutBank.open(tmp_path / "bank")
+        said = str(refused.value)
+        holder = Holder.model_validate_json((tmp_path / "bank/sessions/0001").read_bytes())
+        for part in (str(process.pid), socket.gethostname(), holder.since, "session 1", "end that process"):
+            assert part in said
+        assert sorted(path.name for path in (tmp_path / "bank/sessions").iterdir()) == ["0001"]
+
+
+def test_a_second_handle_of_the_same_process_is_refused_even_by_another_path(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with RolloutBank.open(tmp_path / "bank"):
+        for path in (tmp_path / "bank", tmp_path / "link" / "bank"):
+            with pytest.raises(BankLockedError, match=str(os.getpid())):
+                RolloutBank.open(path)
+    with RolloutBank.open(tmp_path / "bank") as bank:
+        assert bank.session == 2
+
+
+def test_a_dead_holder_is_taken_over(tmp_path: Path) -> None:
+    with holder_process(tmp_path / "bank") as process:
+        process.kill()
+        process.wait()
+        with pytest.raises(BankLockedError, match='takeover="auto"'):
+            RolloutBank.open(tmp_path / "bank", takeover="never")
+        with RolloutBank.open(tmp_path / "bank") as bank:
+            assert bank.session == 2
+
+
+def test_a_zombie_counts_as_gone(tmp_path: Path) -> None:
+    with holder_process(tmp_path / "bank") as process:
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and not waited for
+        assert Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        with RolloutBank.open(tmp_path / "bank") as bank:
+            assert bank.session == 2
+
+
+def test_a_reused_pid_counts_as_gone(paths: BankPaths) -> None:
+    claim_session(paths, "auto")
+    rewrite_claim(paths, 1, started=1)
+    assert claim_session(paths, "auto").session == 2
+
+
+def test_a_reboot_counts_as_gone(paths: BankPaths) -> None:
+    claim_session(paths, "auto")
+    rewrite_claim(paths, 1, boot="another")
+    assert claim_session(paths, "auto").session == 2
+
+
+def test_another_host_is_refused_until_forced(paths: BankPaths) -> None:
+    claim_session(paths, "auto")
+    rewrite_claim(paths, 1, host="elsewhere", boot="another")
+    for takeover in ("auto", "never"):
+        with pytest.raises(BankLockedError, match=r"on elsewhere.*force"):
+            claim_session(paths, takeover)  # type: ignore[arg-type]
+    assert claim_session(paths, "force").session == 2
+
+
+def test_a_process_that_proc_hides_is_not_taken_for_dead(paths: BankPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim_session(paths, "auto")
+    rewrite_claim(paths, 1, pid=1, started=5)
+    monkeypatch.setattr(session, "_process_start", lambda pid: None if pid == 1 else 7)
+
+    def hidden(pid: int, signal: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", hidden)
+    with pytest.raises(BankLockedError, match="cannot be told"):
+        claim_session(paths, "auto")
+
+
+def test_a_claim_that_says_nothing_needs_force(paths: BankPaths) -> None:
+    claim_session(paths, "auto")
+    paths.claim(1).write_text("{")
+    with pytest.raises(CorruptionError, match="force"):
+        claim_session(paths, "auto")
+    assert claim_session(paths, "force").session == 2
+
+
+def test_force_takes_over_the_living(paths: BankPaths) -> None:
+    first = claim_session(paths, "auto")
+    (first.tmp / "unfinished").touch()
+    second = claim_session(paths, "force")
+    assert not first.tmp.exists()
+    with pytest.raises(FencedError, match=rf"session 1 lost its place to session 2.*{os.getpid()}"):
+        first.check()
+    second.check()
+
+
+def test_a_closed_bank_is_free_whoever_lives(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        with RolloutBank.open(tmp_path / "bank", takeover="never") as bank:
+            assert bank.session == number
+
+
+def test_closing_leaves_nothing_in_tmp(tmp_path: Path) -> None:
+    with RolloutBank.open(tmp_path / "bank") as bank:
+        bank.append(token_group(1))
+    assert list((tmp_path / "bank/tmp").iterdir()) == []
+
+
+# -- races
+
+
+def test_of_many_openers_exactly_one_wins(paths: BankPaths) -> None:
+    outcomes: list[Any] = []
+    start = threading.Barrier(8)
+
+    def open_it() -> None:
+        start.wait()
+        try:
+            outcomes.append(claim_session(paths, "auto"))
+        except BankLockedError as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=open_it) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [outcome for outcome in outcomes if not isinstance(outcome, BankLockedError)]
+    assert [winner.session for winner in winners] == [1]
+    winners[0].check()
+
+
+def test_of_many_processes_that_open_exactly_one_wins(tmp_path: Path) -> None:
+    with RolloutBank.open(tmp_path / "bank"):
+        pass
+    code = f"import sys; sys.stdin.read(1); {OPEN}; sys.stdin.read()"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / "bank")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for _ in range(4)
+    ]  # fmt: skip
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("g")
+        process.stdin.flush()
+    losers = 0
+    for process in processes:
+        assert process.stdout is not None
+        losers += process.stdout.readline() != "open\n"
+    said = [process.communicate()[1] for process in processes]
+    assert losers == 3
+    assert sum("BankLockedError" in text for text in said) == 3
+    assert sorted(path.name for path in (tmp_path / "bank/sessions").iterdir()) == ["0001", "0002"]
+
+
+def test_who_loses_the_race_after_its_look_is_told_who_won(paths: BankPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    create, raced = files.create_exclusive, []
+
+    def racing(path: Path, data: bytes, tmp: Path) -> None:
+        if not raced:
+            raced.append(True)
+            claim_session(paths, "auto")
+        create(path, data, tmp)
+
+    monkeypatch.setattr(files, "create_exclusive", racing)
+    with pytest.raises(BankLockedError, match="session 1"):
+        claim_session(paths, "auto")
+
+
+def test_an_open_that_fails_after_its_claim_leaves_the_bank_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = files.replace
+
+    def full(path: Path, data: bytes, tmp: Path) -> None:
+        raise OSError(28, "planted")
+
+    for _ in range(2):
+        monkeypatch.setattr(files, "replace", full)
+        with pytest.raises(OSError, match="planted"):
+            RolloutBank.open(tmp_path / "bank")
+        monkeypatch.setattr(files, "replace", replace)
+    with RolloutBank.open(tmp_path / "bank") as bank:
+        assert bank.session == 3
+
+
+# -- fenced
+
+
+def fenced(tmp_path: Path) -> tuple[RolloutBank, RolloutBank, str]:
+    first = RolloutBank.open(tmp_path / "bank")
+    uid = first.append(token_group(1))
+    second = RolloutBank.open(tmp_path / "bank", takeover="force")
+    second.restore(0)
+    return first, second, uid
+
+
+def test_who_lost_its_place_can_neither_commit_nor_acknowledge(tmp_path: Path) -> None:
+    first, second, uid = fenced(tmp_path)
+    calls = {
+        "append": lambda: first.append(token_group(2)),
+        "append_many": lambda: first.append_many([token_group(3)]),
+        "mark_consumed": lambda: first.mark_consumed([uid], 0),
+        "evict": lambda: first.evict([uid], "why"),
+        "append at another iteration": lambda: (first.begin_iteration(4), first.append(token_group(4))),
+        "checkpoint": lambda: first.checkpoint(1),
+        "restore": lambda: first.restore(0),
+    }
+    for name, call in calls.items():
+        with pytest.raises(FencedError):
+            call()
+            pytest.fail(name)
+    first.close()
+    second.append(token_group(5))
+    second.mark_consumed([uid], 0)
+    second.close()
+    with RolloutBank.open(tmp_path / "bank") as third:
+        restored = third.restore(0)
+        assert [group.uid for draw in restored.draws for group in draw.groups] == [uid]
+        assert sum(map(len, restored.pending.values())) == 1
+        assert restored.report.damage == ()
+
+
+def test_closing_a_fenced_handle_harms_nothing_of_the_new_holder(tmp_path: Path) -> None:
+    first, second, uid = fenced(tmp_path)
+    lock = (tmp_path / "bank/LOCK").read_bytes()
+    first.close()
+    assert (tmp_path / "bank/LOCK").read_bytes() == lock
+    assert second._claim.tmp.is_dir()
+    second.mark_consumed([uid], 0)
+    with pytest.raises(BankLockedError):
+        RolloutBank.open(tmp_path / "bank")
+    second.close()
+
+
+def test_an_append_that_a_takeover_overtakes_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = RolloutBank.open(tmp_path / "bank")
+    first.restore(0)
+    kept = first.append(token_group(1))
+    fdatasync, others = os.fdatasync, []
+
+    def overtaken(descriptor: int) -> None:
+        fdatasync(descriptor)
+        if not others:
+            others.append(None)
+            others[0] = RolloutBank.open(tmp_path / "bank", takeover="force")
+
+    monkeypatch.setattr(os, "fdatasync", overtaken)
+    with pytest.raises(FencedError):
+        first.append(token_group(2))
+    first.close()
+    others[0].close()
+    with RolloutBank.open(tmp_path / "bank") as bank:
+        assert [group.uid for group in bank.restore(0).pending["math"]] == [kept]
+
+
+def test_a_draw_that_a_takeover_overtakes_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = RolloutBank.open(tmp_path / "bank")
+    uid = first.append(token_group(1))
+    fdatasync, others = os.fdatasync, []
+
+    def overtaken(descriptor: int) -> None:
+        fdatasync(descriptor)
+        if not others:
+            others.append(None)
+            others[0] = RolloutBank.open(tmp_path / "bank", takeover="force")
+
+    monkeypatch.setattr(os, "fdatasync", overtaken)
+    with pytest.raises(FencedError):
+        first.mark_consumed([uid], 0)
+    others[0].close()
+    with RolloutBank.open(tmp_path / "bank") as bank:
+        restored = bank.restore(0)
+        assert (restored.draws, len(restored.pending["math"])) == ([], 1)
+
+
+def test_background_compaction_of_a_fenced_handle_commits_nothing(tmp_path: Path) -> None:
+    first = RolloutBank.open(tmp_path / "bank", keep_checkpoints=1)
+    uid = first.append(token_group(1))
+    first.mark_consumed([uid], 0)
+    first.begin_iteration(1)
+    second = RolloutBank.open(tmp_path / "bank", takeover="force")
+    manifest = (tmp_path / "bank/MANIFEST.json").read_bytes()
+    first._compactor.start(1)
+    first._compactor.wait()
+    assert "lost its place" in str(first.stats().compaction_error)
+    assert (tmp_path / "bank/MANIFEST.json").read_bytes() == manifest
+    first.close()
+    second.close()
+
+
+def test_an_opener_that_slept_through_a_takeover_removes_nothing_of_the_new_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RolloutBank.open(tmp_path / "bank") as bank:
+        uid = bank.append(token_group(1))
+    settle = ArchiveStore.settle
+
+    def late(self: ArchiveStore) -> None:
+        monkeypatch.setattr(ArchiveStore, "settle", settle)
+        with RolloutBank.open(tmp_path / "bank", takeover="force", keep_checkpoints=1) as other:
+            other.restore(0)
+            other.mark_consumed([uid], 0)
+            other.checkpoint(1, wait=True)
+            assert other.stats().archived_groups == 1
+        settle(self)
+
+    monkeypatch.setattr(ArchiveStore, "settle", late)
+    with pytest.raises(FencedError):
+        RolloutBank.open(tmp_path / "bank")
+    assert len(list((tmp_path / "bank/archive").iterdir())) == 2

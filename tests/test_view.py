@@ -1,0 +1,260 @@
+"""``scan`` shows what a bank holds, each rollout once, while it is in use, and writes nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import polars
+import pytest
+from builders import EVERY, build, token_group
+
+from arrowbank import BankNotFoundError, RolloutBank, scan
+from arrowbank.archive import compaction, compactor, view
+from arrowbank.durable import files
+from arrowbank.durable.layout import BankPaths
+from arrowbank.durable.manifest import read_manifest
+from arrowbank.errors import CorruptionError
+from arrowbank.schema import ARCHIVE_SCHEMA
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "bank"
+
+
+def outcomes(path: Path) -> dict[str, str | None]:
+    table = scan(path).to_arrow()
+    return dict(zip(table["group_uid"].to_pylist(), table["outcome"].to_pylist(), strict=True))
+
+
+def tree(path: Path) -> dict[str, Any]:
+    return {
+        str(entry): (entry.lstat().st_mtime_ns, entry.lstat().st_ino, entry.is_file() and entry.read_bytes())
+        for entry in [path, *path.rglob("*")]
+    }
+
+
+def settle_one(bank: RolloutBank, at: int, group: Any = None) -> str:
+    bank.begin_iteration(at)
+    uid = bank.append(token_group(at) if group is None else group)
+    bank.mark_consumed([uid], at)
+    bank.checkpoint(at + 1)
+    return uid
+
+
+def test_pending_planned_settled_and_evicted_rows_have_their_outcome(path: Path) -> None:
+    with RolloutBank.open(path) as bank:
+        bank.restore(0)
+        settled, planned, pending, evicted = bank.append_many([token_group(number) for number in range(4)])
+        held_out = bank.append(token_group(5), split="eval")
+        bank.mark_consumed([settled], 0)
+        bank.checkpoint(1)
+        bank.mark_consumed([planned], 1)
+        bank.evict([evicted], "x")
+        expected = {settled: "consumed", planned: None, pending: None, evicted: "evicted", held_out: None}
+        assert outcomes(path) == expected
+        rows = scan(path).to_arrow()
+        drawn = dict(zip(rows["group_uid"].to_pylist(), rows["consumed_iteration"].to_pylist(), strict=True))
+        assert drawn == {settled: 0, planned: 1, pending: None, evicted: None, held_out: None}
+        assert rows["group_uid"].to_pylist()[::4][:2] == [settled, planned]
+
+
+@pytest.mark.parametrize("name", sorted(EVERY))
+def test_groups_come_back_bit_for_bit_live_and_archived(path: Path, name: str) -> None:
+    group = build(name)
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        uid = settle_one(bank, 0, group)
+        (live,) = scan(path).groups()
+        assert (live, live.uid) == (group, uid)
+        settle_one(bank, 1)
+        bank.checkpoint(2, wait=True)
+        archived = next(found for found in scan(path, live=False).groups() if found.uid == uid)
+        assert archived == group
+
+
+def test_each_rollout_is_seen_once_before_while_and_after_compaction(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look() -> None:
+        table = scan(path).to_polars().collect()
+        assert table.select(polars.struct("group_uid", "member_index").n_unique()).item() == table.height
+        seen.append(table.height)
+
+    def looking(function: Any) -> Any:
+        def looked(*args: Any, **kwargs: Any) -> Any:
+            look()
+            result = function(*args, **kwargs)
+            look()
+            return result
+
+        return looked
+
+    seen: list[int] = []
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        monkeypatch.setattr(compactor, "execute", looking(compaction.execute))
+        monkeypatch.setattr(files, "publish", looking(files.publish))
+        monkeypatch.setattr(files, "remove", looking(files.remove))
+        for at in range(4):
+            settle_one(bank, at)
+            bank.checkpoint(at + 1, wait=True)
+        look()
+    assert set(seen) <= {0, 4, 8, 12, 16}
+    assert seen[-1] == 16
+    assert len(seen) > 20
+
+
+def test_a_reader_beside_a_busy_trainer_never_sees_a_rollout_twice_or_an_error(path: Path) -> None:
+    problems: list[Any] = []
+    stop = threading.Event()
+    looks = 0
+
+    def read() -> None:
+        nonlocal looks
+        while not stop.is_set():
+            try:
+                found = scan(path)
+                rows = found.to_arrow().select(["group_uid", "member_index"]).to_pylist()
+                counted = Counter((row["group_uid"], row["member_index"]) for row in rows)
+                if counted and max(counted.values()) > 1:
+                    problems.append(counted.most_common(1))
+                glob = polars.read_parquet(path / "archive/*.parquet", columns=["group_uid", "member_index"])
+                if glob.is_duplicated().any():
+                    problems.append("the glob saw rows twice")
+                looks += 1
+            except BaseException as error:
+                problems.append(error)
+                return
+
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        thread = threading.Thread(target=read)
+        thread.start()
+        for at in range(60):
+            settle_one(bank, at)
+        stop.set()
+        thread.join()
+        bank.close(final=True)
+    assert problems == []
+    assert looks > 3
+    assert scan(path).to_arrow().num_rows == 240
+
+
+def test_scanning_writes_nothing(path: Path) -> None:
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        for at in range(3):
+            settle_one(bank, at)
+        bank.checkpoint(3, wait=True)
+        before = tree(path)
+        found = scan(path)
+        assert (found.to_arrow().num_rows, found.to_polars().collect().height, len(list(found.groups()))) == (12, 12, 3)
+        assert tree(path) == before
+
+
+def test_a_bank_that_may_not_be_written_to_can_be_scanned(path: Path) -> None:
+    with RolloutBank.open(path) as bank:
+        bank.append(token_group(1))
+    copy = path.with_name("copy")
+    shutil.copytree(path, copy, symlinks=True)
+    for directory, _, names in os.walk(copy, topdown=False):
+        for name in names:
+            if not os.path.islink(os.path.join(directory, name)):
+                os.chmod(os.path.join(directory, name), 0o444)
+        os.chmod(directory, 0o555)
+    assert scan(copy).to_arrow().num_rows == 4
+
+
+def test_all_three_forms_say_the_same(path: Path) -> None:
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        uids = [settle_one(bank, at) for at in range(3)]
+        bank.checkpoint(3, wait=True)
+        uids.append(bank.append(token_group(9)))
+        found = scan(path)
+        table = found.to_arrow()
+        assert table.schema.equals(ARCHIVE_SCHEMA)
+        assert found.to_polars().collect()["group_uid"].to_list() == table["group_uid"].to_pylist()
+        assert [group.uid for group in found.groups()] == uids == table["group_uid"].to_pylist()[::4]
+        assert found.to_polars().filter(polars.col("outcome").is_null()).collect().height == 4
+        assert scan(path, live=False).to_arrow().num_rows == table.num_rows - 8
+
+
+def test_an_empty_bank_has_the_columns_and_no_rows(path: Path) -> None:
+    with RolloutBank.open(path):
+        pass
+    found = scan(path)
+    assert found.to_arrow().schema.equals(ARCHIVE_SCHEMA)
+    assert found.to_polars().collect().columns == ARCHIVE_SCHEMA.names
+    assert list(found.groups()) == []
+
+
+def test_no_bank_is_an_error(path: Path) -> None:
+    with pytest.raises(BankNotFoundError):
+        scan(path)
+
+
+def test_a_view_made_while_the_manifest_changes_is_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, tries = view._view, []
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+
+        def overtaken(paths: BankPaths, manifest: Any, *, live: bool) -> Any:
+            tries.append(manifest.commit)
+            if len(tries) < 4:
+                bank.mark_consumed([bank.append(token_group(len(tries)))], len(tries))
+                bank.begin_iteration(len(tries) + 1)
+                bank.checkpoint(len(tries) + 1, wait=True)
+            if len(tries) == 2:
+                raise FileNotFoundError("planted")
+            return make(paths, manifest, live=live)
+
+        monkeypatch.setattr(view, "_view", overtaken)
+        assert scan(path).to_arrow().num_rows == 12
+    assert len(tries) == 4
+
+
+def test_a_missing_archive_file_is_an_error_that_names_it(path: Path) -> None:
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        settle_one(bank, 0)
+        settle_one(bank, 1)
+        bank.close(final=True)
+    name = read_manifest(BankPaths(path)).files[0].name
+    (path / "archive" / name).unlink()
+    with pytest.raises(FileNotFoundError, match=name):
+        scan(path)
+
+
+def test_a_segment_that_vanishes_while_the_directory_is_read_is_no_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RolloutBank.open(path) as bank:
+        bank.append(token_group(1))
+    iterdir = Path.iterdir
+
+    def with_a_ghost(self: Path) -> Any:
+        yield from iterdir(self)
+        if self.name == "segments":
+            yield self / "00000009-main-s0001-0000.arrows"
+
+    monkeypatch.setattr(Path, "iterdir", with_a_ghost)
+    assert scan(path).to_arrow().num_rows == 4
+
+
+def test_links_in_a_strangers_bank_are_not_followed(path: Path, tmp_path: Path) -> None:
+    with RolloutBank.open(path) as bank:
+        bank.append(token_group(1))
+    (path / "segments").rename(tmp_path / "elsewhere")
+    (path / "segments").symlink_to(tmp_path / "elsewhere")
+    before = tree(tmp_path)
+    for attempt in (scan, RolloutBank.open):
+        with pytest.raises(CorruptionError, match="symbolic link"):
+            attempt(path)
+    assert tree(tmp_path) == before
