@@ -290,7 +290,7 @@ class RolloutBank:
     ) -> list[str]:
         """Make several groups durable with one sync; return their uids. As ``append``.
 
-        When it raises, none of them is in the bank. A kill in its middle may leave some of them, each whole, as pending.
+        When it raises, none of them is in the bank. A kill in its middle may leave some, each whole, as pending.
         """
         self._require_open()
         options = AppendOptions(split=split, evicted=evicted, source_index=source_index)
