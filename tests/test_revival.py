@@ -1,4 +1,4 @@
-"""Restores below the archive's horizon: in one commit, what is rolled back leaves the Parquet files and is live again."""
+"""Restores below the archive's horizon: rolled-back rows leave the Parquet files and are live again, in one commit."""
 
 from __future__ import annotations
 
