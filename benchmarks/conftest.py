@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 _ratios: list[tuple[str, float, float, float]] = []
+_tables: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rounds", type=int, default=200, help="rounds of each benchmark")
+    parser.addoption("--history", default="60,600", help="iterations of the runs whose calls are compared")
 
 
 @pytest.fixture
@@ -27,8 +29,15 @@ def report_ratio(request: pytest.FixtureRequest) -> Any:
     return report
 
 
+@pytest.fixture
+def report_table() -> Any:
+    return _tables.append
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for name, seconds, raw, ratio in _ratios:
         terminalreporter.write_line(
             f"{name}: {seconds * 1e3:.3f} ms, raw {raw * 1e3:.3f} ms, ratio {ratio:.2f} (medians)"
         )
+    for table in _tables:
+        terminalreporter.write_line(table)

@@ -198,6 +198,22 @@ def test_a_named_session_takes_the_newest_line_with_its_draws_up_to_the_checkpoi
     assert run.history.parent_of(2, 2) == 2
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_session_may_be_named_after_others_have_gone_on_from_it_and_let_go_of_its_line(recorded: bool) -> None:
+    run = Run("abcdefghi")
+    run.restore(0)
+    run.draws(*(draw(uid, at) for at, uid in enumerate("abc")))
+    if recorded:
+        run.checkpoint(3)
+    for session, (start, uids) in enumerate([(3, "def"), (6, "ghi")], 1):
+        run.restore(start, session=session)
+        run.draws(*(draw(uid, at) for at, uid in enumerate(uids, start)))
+        run.checkpoint(start + 3)
+    assert list(run.history.lines) == [3]
+    run.restore(3, session=1)
+    assert seen(run) == ("abc", [(at, uid) for at, uid in enumerate("defghi", 3)], "")
+
+
 def test_a_checkpoint_at_or_below_what_the_named_session_restored_means_its_very_line() -> None:
     run = Run()
     run.restore(0)

@@ -1,7 +1,8 @@
 """Merging small Parquet files, so that their number stays about logarithmic in what is archived.
 
-Files are in tiers by size; ``FAN_IN`` files of one tier become one file of a higher one. So a row is rewritten about
-once a tier, and there are fewer than ``FAN_IN`` files in each. Files of ``LARGE_BYTES`` and more are left alone.
+Files are in tiers by the number of their rows, each ``FAN_IN`` times as high as the one below; ``FAN_IN`` files of one
+tier become one file of a higher one. So a row is rewritten once a tier, and there are fewer than ``FAN_IN`` files in
+each. Files of ``LARGE_BYTES`` and more are left alone.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from arrowbank.schema import ARCHIVE_SCHEMA
 __all__ = ["FAN_IN", "LARGE_BYTES", "Source", "choose", "merge"]
 
 FAN_IN = 8
-SMALL_BYTES = 1 << 20
-"""Files below this are all of the lowest tier."""
 LARGE_BYTES = 1 << 29
 
 _KEYS = ("consumed_iteration", "consumed_draw", "consumed_position")
@@ -48,7 +47,7 @@ def choose(listed: Sequence[ArchiveFile]) -> list[ArchiveFile]:
     tiers: dict[int, list[ArchiveFile]] = {}
     for file in listed:
         if file.nbytes < LARGE_BYTES:
-            tiers.setdefault(_tier(file.nbytes), []).append(file)
+            tiers.setdefault(_tier(file.rows), []).append(file)
     full = [tier for tier, files in tiers.items() if len(files) >= FAN_IN]
     return tiers[min(full)] if full else []
 
@@ -72,10 +71,10 @@ def merge(sources: Sequence[Source], target: Path) -> ArchiveFile | None:
     return describe_file(target, rows=rows, expected=len(order), groups=len(groups))
 
 
-def _tier(nbytes: int) -> int:
+def _tier(rows: int) -> int:
     tier = 0
-    while nbytes >= SMALL_BYTES:
-        nbytes //= FAN_IN
+    while rows >= FAN_IN:
+        rows //= FAN_IN
         tier += 1
     return tier
 

@@ -27,7 +27,7 @@ class Ledger:
     ) -> None:
         self.state = state
         self.restored = False
-        self._fresh = Line(session)
+        self._fresh = Line(session, makers=[(0, session)])
         """Until the session restores or writes something, its line is not part of the history."""
         self._paths, self._session = paths, session
         self._journal, self._appender = journal, appender

@@ -17,6 +17,7 @@ archived, and all of whose draw is, is in no line: ``History.forget`` and ``Hist
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -58,6 +59,8 @@ class Line:
     """The session whose line this one went on from."""
     resumed: int = 0
     """T of the session's restore."""
+    makers: list[tuple[int, int]] = field(default_factory=list)
+    """Who got on from where: (iteration count, session), rising; the last one is this session, from ``resumed`` on."""
     made: dict[int, list[LineDraw]] = field(default_factory=dict)
     """Draws by iteration: inherited ones that ``resumed`` settles, and the session's own."""
     planned: dict[int, list[LineDraw]] = field(default_factory=dict)
@@ -92,8 +95,10 @@ class Line:
         that it holds is what stays.
         """
         line = cls(session, None, iteration, last_checkpoint=iteration, reach=iteration, lost=frozenset(lost))
+        line.makers = [(iteration, session)]
         if parent is not None:
             line.parent = parent.session
+            line.makers = [*(part for part in parent.makers if part[0] < iteration), *line.makers]
             line.checkpoints = parent.checkpoints.upto(iteration)
             for draw in parent.draws():
                 if draw.end <= iteration:
@@ -103,6 +108,11 @@ class Line:
                 elif draw.iteration < iteration:
                     _put(line.made, replace(draw, span=iteration - draw.iteration))
         return line
+
+    def maker(self, iteration: int) -> int | None:
+        """Return the session that got to ``iteration`` on this line."""
+        before = bisect_left(self.makers, (iteration,))
+        return self.makers[before - 1][1] if before else None
 
     def owns(self, draw: LineDraw) -> bool:
         """Whether this session made the draw itself, or repeated it."""
@@ -395,7 +405,7 @@ class History:
 
     def line(self, session: int) -> Line:
         """Return a session's line; a session that drew without a restore (an empty bank's first) starts at 0."""
-        return self.lines.setdefault(session, Line(session))
+        return self.lines.setdefault(session, Line(session, makers=[(0, session)]))
 
     # -- rule 1: which line a restore takes
 
@@ -430,20 +440,12 @@ class History:
         if line is not None and iteration <= line.resumed:
             return session  # it did not make this checkpoint itself: its very line is meant
         for one in newest:
-            if self._maker(one, iteration) == session:
+            if self.lines[one].maker(iteration) == session:
                 return one
         raise HistoryGoneError(
             f"restore({iteration}, session={session}): the line of session {session} is not kept: it was left by a "
             f"later session that recorded a checkpoint, or there never was one. {self._ways_out()}"
         )
-
-    def _maker(self, session: int, iteration: int) -> int:
-        """Return the session that got to ``iteration`` on this session's line."""
-        line = self.lines.get(session)
-        while line is not None and line.resumed >= iteration and line.parent is not None:
-            session = line.parent
-            line = self.lines.get(session)
-        return session
 
     def _ways_out(self) -> str:
         kept = []
