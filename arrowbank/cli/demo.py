@@ -31,7 +31,7 @@ def demo(
     no_bank: Annotated[bool, typer.Option("--no-bank", help="The control: the same kills, without a bank.")] = False,
     rollback: Annotated[
         bool,
-        typer.Option("--rollback", help="Besides the kills, go back once to an older model checkpoint, several back."),
+        typer.Option("--rollback", help="Besides the kills, resume once from an older model checkpoint."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
 ) -> None:

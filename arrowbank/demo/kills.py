@@ -65,21 +65,22 @@ _MANY_AN_ITERATION = {progress.GENERATING, progress.APPENDING}
 
 
 def with_rollback(kills: list[Kill], *, iterations: int, checkpoint_every: int, groups: int) -> list[Kill]:
-    """Add the stop of a rollback in front of the last kill whose moment comes in a replay too, where nothing is
-    generated; that kill is moved to the first checkpoint or so of the replay.
+    """Add the stop of a rollback, and move one kill into the replay after it.
 
+    That is the last one whose moment comes in a replay too, where nothing is generated. The others stay where they are.
     Raises ValueError when the run is too short for a rollback below what the bank has archived.
     """
     earliest = FEWEST_CHECKPOINTS * checkpoint_every + 1  # one later: by then the last of them is archived, too
     if earliest >= iterations:
         raise ValueError(f"a rollback needs {earliest + 1} iterations with {checkpoint_every} to a checkpoint")
-    place = max((at for at, kill in enumerate(kills) if kill.moment not in _MANY_AN_ITERATION), default=len(kills))
-    before = [kill.iteration for kill in kills[: place + 1]]
-    iteration = min(max([earliest, *before]), iterations - 1)
+    moved = [kill for kill in kills if kill.moment not in _MANY_AN_ITERATION][-1:]
+    iteration = max([earliest, *(min(kill.iteration, iterations - 1) for kill in moved)])
     stop = Kill(progress.GENERATING, iteration, skip=groups // 2, delay_s=0.0, is_rollback=True)
     back = max(checkpoint_every, (iteration // checkpoint_every - FEWEST_CHECKPOINTS) * checkpoint_every)
-    in_replay = [replace(kill, iteration=back + 1, delay_s=0.0) for kill in kills[place : place + 1]]
-    return [*kills[:place], stop, *in_replay, *kills[place + 1 :]]
+    in_replay = [replace(kill, iteration=back + 1, delay_s=0.0) for kill in moved]
+    others = [kill for kill in kills if kill not in moved]
+    before = [kill for kill in others if kill.iteration < iteration]
+    return [*before, stop, *in_replay, *others[len(before) :]]
 
 
 class KillSchedule:
