@@ -7,7 +7,6 @@ archive. Whoever writes records or commits the archive never takes the bank's lo
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import operator
 import os
@@ -18,8 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from arrowbank.archive import compaction
-from arrowbank.archive.compactor import Compactor
+from arrowbank.archive.archivist import Archivist
 from arrowbank.archive.store import ArchiveStore, create_bank
 from arrowbank.durable import files
 from arrowbank.durable.appender import Appender
@@ -30,7 +28,7 @@ from arrowbank.durable.ledger import Ledger
 from arrowbank.durable.manifest import data_without_manifest, read_manifest
 from arrowbank.durable.recovery import read_state
 from arrowbank.durable.session import Claim, Takeover, claim_session
-from arrowbank.errors import BankClosedError, FencedError, InvalidDrawError, ReplayUnavailableError
+from arrowbank.errors import BankClosedError, FencedError, InvalidDrawError
 from arrowbank.restored import BankStats, Restored, hand_back
 from arrowbank.types import RolloutGroup
 
@@ -48,7 +46,6 @@ class RolloutBank:
 
     def __init__(self, paths: BankPaths, claim: Claim, *, max_bytes: int | None, keep_checkpoints: int) -> None:
         """Use ``RolloutBank.open``."""
-        self._started = time.monotonic()
         self._pid = os.getpid()
         self._closed = False
         self._paths = paths
@@ -99,13 +96,14 @@ class RolloutBank:
 
     def _begin_session(self, claim: Claim) -> None:
         """Read what is there and start writing under a newly claimed session."""
+        started = time.monotonic()
         self._claim = claim
         manifest = read_manifest(self._paths)
         self._store = ArchiveStore(self._paths, manifest, claim.session, claim.check)
         self._store.settle()
         state = read_state(self._paths, manifest)
         self._iteration = 0
-        self._journal = Journal(self._paths, manifest.bank_id, claim.session, claim.check)
+        self._journal = Journal(self._paths, manifest.bank_id, claim.session, claim.check, state.facts)
         abandon = self._journal.abandon
         self._appender = Appender(
             self._paths, manifest.bank_id, claim.session, _MAIN, check_fence=claim.check, abandon=abandon
@@ -115,7 +113,18 @@ class RolloutBank:
         self._intake = Intake(
             self._appender, session=claim.session, writer=_MAIN, retries=self._retries, on_written=self._warn_if_full
         )
-        self._compactor = Compactor(self._store, plan=self._plan, forget=self._forget, check_fence=claim.check)
+        self._archivist = Archivist(
+            self._store,
+            self._ledger,
+            self._journal,
+            self._appender,
+            lock=self._lock,
+            check_fence=claim.check,
+            on_freed=self._warn_again,
+        )
+        self._compactor = self._archivist.compactor
+        self._archivist.sum_up()
+        self._open_seconds = time.monotonic() - started
 
     def __enter__(self) -> Self:
         self._require_open()
@@ -195,19 +204,26 @@ class RolloutBank:
         iteration: int,
         *,
         mode: Literal["replay", "requeue", "discard"] = "replay",
+        session: int | None = None,
         accept_damage: bool = False,
     ) -> Restored:
         """Take up work at the model checkpoint that holds ``iteration`` iterations (0: none).
 
         mode: what becomes of draws that this checkpoint does not hold. "replay" hands them back in order,
-        "requeue" makes their groups pending, "discard" evicts them. accept_damage: go on although a damaged journal
-        record may hide a draw.
+        "requeue" makes their groups pending, "discard" evicts them. session: ``bank.session`` as it was when the model
+        checkpoint was saved; it says for certain whose weights these are. Without it, they are those of the newest
+        session that recorded this checkpoint, else of the newest that may have got there; the report says which.
+        accept_damage: go on although a damaged journal record may hide a draw.
+
+        Any checkpoint may be restored, however old: what it rolls back leaves the Parquet files and is live again.
 
         Durability: the restore is on disk on return. A second restore on a handle begins a new session.
-        Raises: ReplayUnavailableError when the archive has already taken draws that would have to be replayed;
-        HistoryGoneError; CorruptRecordError for a damaged journal; FencedError; OSError.
+        Raises: HistoryGoneError when only a line that was let go of had this checkpoint; ReplayUnavailableError,
+        naming the iterations, when the archive has not got all that would have to be replayed; CorruptRecordError for
+        a damaged journal, CorruptionError for a damaged archive; FencedError; OSError. Then nothing has changed.
         """
         iteration = operator.index(iteration)
+        session = None if session is None else operator.index(session)
         if mode not in ("replay", "requeue", "discard"):
             raise ValueError(f'mode {mode!r}: use "replay", "requeue" or "discard"')
         if iteration < 0:
@@ -216,22 +232,19 @@ class RolloutBank:
             self._compactor.wait()  # without the lock, which planning takes
             with self._turn():
                 if not self._compactor.is_running:
-                    return self._restore(iteration, mode, accept_damage)
+                    return self._restore(iteration, mode, session, accept_damage)
 
-    def _restore(self, iteration: int, mode: str, accept_damage: bool) -> Restored:
-        through = self._store.manifest.archived_through
-        if iteration < through:
-            raise ReplayUnavailableError(
-                f"restore({iteration}): the archive has taken iterations up to {through - 1}; the earliest "
-                f"checkpoint to restore is {through}. Keep more with keep_checkpoints"
-            )
-        self._ledger.check_restore(iteration, accept_damage=accept_damage)
+    def _restore(self, iteration: int, mode: str, session: int | None, accept_damage: bool) -> Restored:
+        started = time.monotonic()
+        self._ledger.check_restore(iteration, session, accept_damage=accept_damage)
         if self._ledger.is_used:
             self._renew_session()
-            self._ledger.check_restore(iteration, accept_damage=accept_damage)
-        self._ledger.restore(iteration, mode)
+            self._ledger.check_restore(iteration, session, accept_damage=accept_damage)
+        if iteration < self._store.manifest.archived_through:
+            self._archivist.revive(iteration)
+        self._ledger.restore(iteration, mode, session)
         self._iteration = iteration
-        seconds = time.monotonic() - self._started
+        seconds = self._open_seconds + time.monotonic() - started
         return hand_back(self._ledger.state, self._ledger.line, live_bytes=self.live_bytes, seconds=seconds)
 
     def _renew_session(self) -> None:
@@ -328,6 +341,10 @@ class RolloutBank:
             f"{self._max_bytes:,}",
         )
 
+    def _warn_again(self) -> None:
+        if self._max_bytes is not None and self.live_bytes <= self._max_bytes:
+            self._warned = False
+
     # -- training
 
     def mark_consumed(self, uids: Iterable[str], iteration: int, *, span: int = 1, state: bytes | None = None) -> None:
@@ -368,42 +385,10 @@ class RolloutBank:
         iteration = operator.index(iteration)
         with self._turn():
             if self._ledger.checkpoint(iteration):
-                self._compactor.start(self._horizon())
+                self._compactor.start(self._archivist.horizon(self._keep_checkpoints))
         if wait:
             self._compactor.wait()
             self._compactor.raise_error()
-
-    # -- archiving
-
-    def _horizon(self) -> int:
-        """The checkpoint up to which settled draws go to the archive: the oldest of those kept."""
-        newest = list(itertools.islice(reversed(self._ledger.line.checkpoints), self._keep_checkpoints))
-        return newest[-1] if len(newest) == self._keep_checkpoints else 0
-
-    def _plan(self, settled_by: int) -> compaction.Task | None:
-        """Tell the compactor what is finished."""
-        with self._lock:
-            self._claim.check()
-            # In this order: a segment that was made before the first look and is not active at the second one gets
-            # no more groups, and those it has got are among the arrivals.
-            state = self._ledger.state
-            made = {*state.segment_bytes, *self._appender.sizes.copy()}
-            active = self._appender.active_names()
-            self._ledger.take_arrivals()
-            finished = [name for name in made if str(name) not in active]
-            bank_id, target = self._store.manifest.bank_id, self._store.target()
-            return compaction.plan(self._paths.root, bank_id, state, self._ledger.line, settled_by, finished, target)
-
-    def _forget(self, task: compaction.Task) -> None:
-        """Let go of what is archived now."""
-        with self._lock:
-            for uid in task.fates:
-                self._ledger.state.groups.pop(uid, None)
-            for name in task.segments:
-                self._ledger.state.segment_bytes.pop(name, None)
-                self._appender.sizes.pop(name, None)
-            if self._max_bytes is not None and self.live_bytes <= self._max_bytes:
-                self._warned = False
 
     # -- the end
 
@@ -423,7 +408,7 @@ class RolloutBank:
             with self._lock:
                 self._ledger.finish()
             if final:
-                self._compactor.start(max(self._ledger.line.checkpoints, default=0), last=True)
+                self._compactor.start(self._archivist.horizon(1), last=True)
             self._compactor.wait()
             self._compactor.raise_error()
         except FencedError as error:

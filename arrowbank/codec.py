@@ -100,7 +100,9 @@ def encode_group(
     _check_size(rows.nbytes)  # before anything is laid out: offsets have 32 bits
     columns = _columns(rows, len(group.rollouts), uid, iteration, split, completed_at_us)
     _check_size(columns.nbytes)
-    return EncodedGroup(columns, _head(group, shared, uid, iteration, split, evicted, source_index))
+    head = _head(group, shared, uid, iteration, split, evicted, source_index)
+    head["at"] = completed_at_us
+    return EncodedGroup(columns, head)
 
 
 def _rows(group: RolloutGroup, shared: dict[str, Any]) -> _Rows:

@@ -103,12 +103,12 @@ class DuplicateGroupError(ArrowbankError):
     """The group already has a uid, and no append of it has failed."""
 
 
-class UnknownGroupError(ArrowbankError):
-    """No group of that uid is in the bank."""
-
-
 class InvalidDrawError(ArrowbankError, ValueError):
     """A draw or an eviction contradicts what the bank knows of this line."""
+
+
+class UnknownGroupError(InvalidDrawError):
+    """No live group has that uid: it was never appended, or it is archived."""
 
 
 class UnrepresentableError(ArrowbankError, ValueError):

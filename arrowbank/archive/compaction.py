@@ -1,25 +1,24 @@
 """Compaction: finished segments to Parquet, in three steps: plan, execute, commit.
 
-``plan`` picks whole finished segments whose groups are all settled, evicted or never to be drawn, and says what the
-line knows of each group. ``execute`` writes one Parquet file under tmp/ from a picklable task; it may run in any
-thread. The commit gives the file its name and replaces the manifest; only a later commit unlinks the segments, so that
-readers who hold the old manifest can still open what it names.
+``plan`` picks whole finished segments in which groups are settled, evicted or never to be drawn, and says what the
+line knows of each of these. ``execute`` writes them to one Parquet file, and the segments' other groups to a carried
+segment, both under tmp/, from a picklable task; it may run in any thread. The commit gives the files their names and
+replaces the manifest; only a later commit unlinks the segments, so that readers who hold the old manifest can still
+open what it names.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
-import xxhash
 
+from arrowbank.archive.carry import Carried, CarryWriter
+from arrowbank.archive.parquet import TABLE_BYTES, describe_file, write_parquet
 from arrowbank.archive.rows import widen
-from arrowbank.durable.layout import BankPaths, SegmentName
+from arrowbank.durable.layout import CARRY, BankPaths, SegmentName
 from arrowbank.durable.line import History, Line, LineDraw
 from arrowbank.durable.manifest import ArchiveFile
 from arrowbank.durable.recovery import State
@@ -28,18 +27,10 @@ from arrowbank.durable.stream import Damage
 from arrowbank.errors import CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA, SEGMENT_SCHEMA
 
-__all__ = ["Fate", "Task", "archive_rows", "execute", "fates", "plan", "write_parquet"]
+__all__ = ["Fate", "Made", "Task", "archive_rows", "execute", "fates", "plan"]
 
-ROW_GROUP_BYTES = 8 << 20
-"""A row group is cut at the next iteration's first group once it has this much payload."""
-TABLE_BYTES = 256 << 20
-"""Rows are widened and written in portions of about this many segment bytes, which bounds memory."""
-
-_SPLIT_COLUMNS = ("tokens.list.element", "logprobs.list.element", "reward", "advantage_override")
-_DICTIONARY_COLUMNS = [
-    "group_uid", "env_id", "problem_id", "prompt_hash", "split", "kind", "run_id", "writer", "rollout_status",
-    "failure_reason", "outcome", "evict_reason", "metrics.list.element.key",
-]  # fmt: skip
+MAX_CARRIED = 16
+"""With more carried segments than this, all of them are taken and become one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +57,7 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One Parquet file to be made. Picklable."""
+    """One Parquet file and one carried segment to be made. Picklable."""
 
     root: Path
     bank_id: str
@@ -74,78 +65,151 @@ class Task:
     fates: dict[str, Fate]
     """Of every group that goes into the file."""
     places: dict[str, tuple[SegmentName, int]]
-    """Where it is: a failed append may have left another record of the same group."""
+    """Where each group is, these and the ones to be carried: a failed append may have left another record of it."""
     torn: tuple[Damage, ...]
     """Unfinished tails of the segments: to be quarantined before anything is unlinked."""
     settled_by: int
     """The checkpoint whose settled draws are archived."""
     target: Path
     """Under the session's tmp/."""
+    session: int
+    number: int
+    """The carried segment's."""
+
+    @property
+    def carried(self) -> list[str]:
+        """Groups that stay live."""
+        return [uid for uid in self.places if uid not in self.fates]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a task has made under tmp/."""
+
+    file: ArchiveFile | None
+    carried: tuple[Carried, ...]
 
 
 def fates(history: History, line: Line | None, settled_by: int, uids: Iterable[str]) -> dict[str, Fate]:
     """Return what is known of those groups that were drawn on the line, or evicted; the others are pending."""
     known: dict[str, Fate] = {}
-    places: dict[LineDraw, tuple[int, dict[str, int]]] = {}
+    places: dict[LineDraw, dict[str, int]] = {}
     for uid in uids:
         draw = line.find(uid) if line else None
         settled = draw is not None and draw.end <= settled_by
         if uid in history.evicted and not settled:
             known[uid] = Fate(outcome="evicted", evict_reason=history.evicted[uid])
-        elif draw is not None and line is not None:
+        elif draw is not None:
             if draw not in places:
-                positions = {drawn: position for position, drawn in enumerate(draw.uids)}
-                places[draw] = line.at(draw.iteration).index(draw), positions
-            index, positions = places[draw]
+                places[draw] = {drawn: position for position, drawn in enumerate(draw.uids)}
+            positions = places[draw]
             known[uid] = Fate(
-                draw.iteration, index, positions[uid], len(draw.uids), draw.session,
+                draw.iteration, draw.index, positions[uid], len(draw.uids), draw.session,
                 draw.state if positions[uid] == 0 else None, draw.span, "consumed" if settled else None,
             )  # fmt: skip
     return known
 
 
 def plan(
-    root: Path, bank_id: str, state: State, line: Line, settled_by: int, finished: Iterable[SegmentName], target: Path
+    root: Path,
+    bank_id: str,
+    state: State,
+    settled_by: int,
+    finished: Iterable[SegmentName],
+    target: Path,
+    *,
+    session: int,
+    number: int,
 ) -> Task | None:
-    """Choose those ``finished`` segments that have nothing in them that a resume could still hand out.
+    """Choose those ``finished`` segments that have something in them that no resume hands out any more.
 
     Corrupt ones, and those that lost a record, stay as they are; of torn ones the tail is to be quarantined first.
     Returns None when there is nothing to archive.
     """
     damaged = {damage.name for damage in state.damage if not damage.torn} | state.lost.keys()
-    over = {name for name in finished if str(name) not in damaged}
-    known = fates(state.history, line, settled_by, state.groups)
-    for group in state.groups.values():
-        fate = known.get(group.uid, Fate())
-        never_drawn = group.head["split"] != "train" and fate == Fate()
-        if fate.outcome is None and not never_drawn:
-            over.discard(group.segment)
-    if not over:
+    whole = {name for name in finished if str(name) not in damaged}
+    inside = [group for group in state.groups.values() if group.segment in whole]
+    over = {group.uid for group in inside if _is_over(group, state.history, settled_by)}
+    chosen = whole - {group.segment for group in inside if group.uid not in over}
+    chosen |= {group.segment for group in inside if group.uid in over}
+    carried = {name for name in whole if name.is_carried}
+    if chosen and len(carried) > MAX_CARRIED:
+        chosen |= carried
+    if not chosen:
         return None
-    taken = {group.uid: group for group in state.groups.values() if group.segment in over}
-    places = {uid: (group.segment, group.sequence) for uid, group in taken.items()}
-    chosen = {uid: known.get(uid, Fate()) for uid in taken}
-    torn = tuple(damage for damage in state.damage if damage.name in set(map(str, over)))
-    return Task(root, bank_id, tuple(sorted(over)), chosen, places, torn, settled_by, target)
+    taken = [group for group in inside if group.segment in chosen]
+    archived = [group.uid for group in taken if group.uid in over]
+    line = state.history.lines[max(state.history.lines)] if state.history.lines else None
+    known = fates(state.history, line, settled_by, archived)
+    names = set(map(str, chosen))
+    return Task(
+        root=root,
+        bank_id=bank_id,
+        segments=tuple(sorted(chosen)),
+        fates={uid: known.get(uid, Fate()) for uid in archived},
+        places={group.uid: (group.segment, group.sequence) for group in taken},
+        torn=tuple(damage for damage in state.damage if damage.name in names),
+        settled_by=settled_by,
+        target=target,
+        session=session,
+        number=number,
+    )
 
 
-def execute(task: Task) -> ArchiveFile | None:
-    """Write the task's Parquet file, complete, synced and checked against what went in; None for no groups.
+def _is_over(group: GroupRef, history: History, settled_by: int) -> bool:
+    """Whether no resume hands the group out any more, and all lines that are kept agree why."""
+    endings = {_ending(group, history, line, settled_by) for line in history.lines.values() or (None,)}
+    return len(endings) == 1 and None not in endings
+
+
+def _ending(group: GroupRef, history: History, line: Line | None, settled_by: int) -> object:
+    """What became of a group on a line; None while that is open."""
+    draw = line.find(group.uid) if line is not None else None
+    if draw is not None and draw.end <= settled_by:
+        return draw.iteration, draw.index, draw.span
+    if line is not None and draw is not None and (line.owns(draw) or line.cuts(draw)):
+        return None
+    if group.uid in history.evicted:
+        return "evicted"
+    return "never drawn" if group.head["split"] != "train" else None
+
+
+def execute(task: Task) -> Made:
+    """Write the task's files, complete, synced and checked against what went in.
 
     Raises CorruptRecordError when a segment has not got every group that the task names; OSError.
     """
     paths = BankPaths(task.root)
     groups = _groups_of(paths, task)
-    if not groups:
-        return None
-    groups.sort(key=lambda group: (task.fates[group.uid].order, group.age))
-    portions = (archive_rows(portion, task.fates, task.bank_id) for portion in _portions(groups))
+    carried = _carry(paths, task, sorted((group for group in groups if group.uid not in task.fates), key=_age))
+    archived = [group for group in groups if group.uid in task.fates]
+    if not archived:
+        return Made(None, carried)
+    archived.sort(key=lambda group: (task.fates[group.uid].order, group.age))
+    portions = (archive_rows(portion, task.fates, task.bank_id) for portion in _portions(archived))
     rows = write_parquet(task.target, portions)
-    expected = sum(max(group.head["size"], 1) for group in groups)
-    if rows != expected or pq.read_metadata(task.target).num_rows != expected:
-        raise CorruptRecordError(task.target, f"{rows} rows were written where the segments have {expected}")
-    digest, nbytes = _digest(task.target)
-    return ArchiveFile(name=task.target.name, rows=rows, groups=len(groups), nbytes=nbytes, digest=digest)
+    expected = sum(max(group.head["size"], 1) for group in archived)
+    return Made(describe_file(task.target, rows=rows, expected=expected, groups=len(archived)), carried)
+
+
+def _age(group: GroupRef) -> tuple[int, ...]:
+    return group.age
+
+
+def _carry(paths: BankPaths, task: Task, groups: list[GroupRef]) -> tuple[Carried, ...]:
+    def name(iteration: int) -> SegmentName:
+        return SegmentName(task.session, iteration, task.number, CARRY)
+
+    writer = CarryWriter(paths, task.target.parent, task.bank_id, name)
+    try:
+        for group in groups:
+            assert group.record is not None
+            head = {"session": group.segment.session} | group.head
+            writer.add(group.record.batch(SEGMENT_SCHEMA), head)
+        writer.finish()
+    finally:
+        writer.close()
+    return tuple(writer.done)
 
 
 def archive_rows(groups: list[GroupRef], known: dict[str, Fate], bank_id: str) -> pa.Table:
@@ -166,37 +230,6 @@ def archive_rows(groups: list[GroupRef], known: dict[str, Fate], bank_id: str) -
         ]
         columns.append(_lag(each, rows) if field.name == "lag" else pa.array(values, field.type))
     return pa.Table.from_arrays([*rows.columns, *columns], schema=ARCHIVE_SCHEMA)
-
-
-def write_parquet(path: Path, tables: Iterable[pa.Table]) -> int:
-    """Write tables to a new file and sync it; return the number of rows. A failure leaves no file."""
-    rows = 0
-    try:
-        with pq.ParquetWriter(path, ARCHIVE_SCHEMA, **_WRITER_OPTIONS) as writer:
-            for table in tables:
-                for start, length in _row_groups(table):
-                    writer.write_table(table.slice(start, length), row_group_size=max(length, 1))
-                rows += table.num_rows
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except BaseException:
-        path.unlink(missing_ok=True)  # the writer finishes even a partial file with a valid footer
-        raise
-    return rows
-
-
-_WRITER_OPTIONS: dict[str, Any] = {
-    "compression": "zstd",
-    "compression_level": 1,
-    "use_dictionary": _DICTIONARY_COLUMNS,
-    "column_encoding": dict.fromkeys(_SPLIT_COLUMNS, "BYTE_STREAM_SPLIT"),
-    "write_page_index": True,
-    "write_page_checksum": True,
-    "store_schema": True,
-}
 
 
 def _lag(each: list[tuple[Fate, int]], rows: pa.Table) -> pa.Array:
@@ -222,7 +255,7 @@ def _groups_of(paths: BankPaths, task: Task) -> list[GroupRef]:
             uid = record.head["uid"]
             if task.places.get(uid) == (name, record.sequence):
                 found[uid] = GroupRef(uid, name, record.sequence, record.head, record)
-    missing = sorted(task.fates.keys() - found.keys())
+    missing = sorted(task.places.keys() - found.keys())
     if missing:
         raise CorruptRecordError(
             paths.segments, f"{len(missing)} groups cannot be read back, the first is {missing[0]}", hint="See verify"
@@ -242,27 +275,3 @@ def _portions(groups: list[GroupRef]) -> Iterator[list[GroupRef]]:
         nbytes += len(group.record.message)
     if portion:
         yield portion
-
-
-def _row_groups(table: pa.Table) -> Iterator[tuple[int, int]]:
-    """Cut a sorted table at iteration boundaries, once over ROW_GROUP_BYTES; yield start and length."""
-    if not table.num_rows:
-        yield 0, 0
-        return
-    iterations = table["consumed_iteration"].to_pylist()
-    bytes_per_row = table.nbytes / table.num_rows
-    start = 0
-    for row in range(1, table.num_rows):
-        if iterations[row] != iterations[row - 1] and (row - start) * bytes_per_row >= ROW_GROUP_BYTES:
-            yield start, row - start
-            start = row
-    yield start, table.num_rows - start
-
-
-def _digest(path: Path) -> tuple[str, int]:
-    digest, nbytes = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            nbytes += len(block)
-    return digest.hexdigest(), nbytes

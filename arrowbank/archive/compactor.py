@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
-from arrowbank.archive.compaction import Task, execute
-from arrowbank.archive.store import ArchiveStore
+from arrowbank.archive import merging
+from arrowbank.archive.compaction import Made, Task, execute
+from arrowbank.archive.store import ArchiveStore, Change
 from arrowbank.durable import quarantine
+from arrowbank.durable.layout import JournalName
+from arrowbank.durable.manifest import Manifest
 from arrowbank.errors import FencedError
 
 __all__ = ["Compactor"]
@@ -24,12 +28,13 @@ class Compactor:
         store: ArchiveStore,
         *,
         plan: Callable[[int], Task | None],
-        forget: Callable[[Task], None],
+        roll: Callable[[Task, Made], JournalName],
+        forget: Callable[[Task, Made], None],
         check_fence: Callable[[], None],
     ) -> None:
         self.error: Exception | None = None
         self._store = store
-        self._plan, self._forget, self._check_fence = plan, forget, check_fence
+        self._plan, self._roll, self._forget, self._check_fence = plan, roll, forget, check_fence
         self._executor: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
 
@@ -65,14 +70,23 @@ class Compactor:
             if task is not None:
                 made = execute(task)
                 quarantine.keep(self._store.paths, task.target.parent, task.torn)
-                self._store.add(made, task.segments, task.settled_by)
-                self._forget(task)
+                self._store.commit(_change(task, made, self._store.manifest), partial(self._roll, task, made))
+                self._forget(task, made)
+            self._merge()
             if last:
                 self._store.finish()
             self.error = None
         except Exception as error:
             self.error = self._fenced() or error
             _log.warning("%s: compaction failed; the next checkpoint tries again: %s", self._store.paths.root, error)
+
+    def _merge(self) -> None:
+        """Merge small files while there are too many."""
+        store = self._store
+        while chosen := merging.choose(store.manifest.files):
+            directory = store.paths.version(store.manifest.version)
+            made = merging.merge([merging.Source(directory / file.name, file) for file in chosen], store.target())
+            store.commit(Change(file=made, replaced=tuple(file.name for file in chosen)))
 
     def _fenced(self) -> FencedError | None:
         """Tell a takeover from what it looks like: tmp/ is gone, so no such file."""
@@ -81,3 +95,12 @@ class Compactor:
         except FencedError as error:
             return error
         return None
+
+
+def _change(task: Task, made: Made, manifest: Manifest) -> Change:
+    return Change(
+        file=made.file,
+        retired=task.segments,
+        carried=tuple(carried.name for carried in made.carried),
+        archived_through=max(task.settled_by, manifest.archived_through),
+    )

@@ -1,21 +1,28 @@
 """The archive's files: version directories, what is in them, and the commits that change them.
 
 ``archive`` points at one version directory, which holds only complete Parquet files. A commit that only adds renames
-its file into that directory and then replaces the manifest. A file that the manifest does not name was left by a crash
-between the two; its inputs are still live, so it is removed at open.
+its file into that directory and then replaces the manifest. One that also takes files out makes the next version
+directory, of hard links, replaces the manifest and then repoints ``archive``, so that a glob sees every rollout once.
+A file that the manifest does not name was left by a crash in between; its inputs are still live, so it is removed at
+open.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from arrowbank.archive.compaction import write_parquet
+from arrowbank.archive.parquet import write_parquet
 from arrowbank.durable import files
-from arrowbank.durable.layout import ArchiveName, BankPaths, SegmentName
+from arrowbank.durable.layout import ArchiveName, BankPaths, JournalName, SegmentName
 from arrowbank.durable.manifest import ArchiveFile, Manifest, create_manifest, write_manifest
 
-__all__ = ["ArchiveStore", "create_bank"]
+__all__ = ["ArchiveStore", "Change", "create_bank"]
+
+_EMPTY = str(ArchiveName(0, 0))
+"""The file without rows."""
 
 
 def create_bank(paths: BankPaths, tmp: Path) -> None:
@@ -23,76 +30,138 @@ def create_bank(paths: BankPaths, tmp: Path) -> None:
     manifest = create_manifest()
     directory = paths.version(manifest.version)
     files.make_directories([directory])
-    name = str(ArchiveName(0, 0))
-    write_parquet(tmp / name, [])
-    files.publish(tmp / name, directory / name)
+    write_parquet(tmp / _EMPTY, [])
+    files.publish(tmp / _EMPTY, directory / _EMPTY)
     _point(paths, tmp, manifest.version)
     write_manifest(paths, manifest, tmp)
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one commit does."""
+
+    file: ArchiveFile | None = None
+    """A Parquet file made under tmp/."""
+    replaced: tuple[str, ...] = ()
+    """Parquet files that leave the archive."""
+    retired: tuple[SegmentName, ...] = ()
+    """Segments that the files made here take the place of."""
+    carried: tuple[SegmentName, ...] = ()
+    """Segments made under tmp/."""
+    archived_through: int | None = None
+
+
 class ArchiveStore:
-    """Commits changes of what is archived. Its owner serialises calls."""
+    """Commits changes of what is archived and what is carried. Its owner serialises calls."""
 
     def __init__(self, paths: BankPaths, manifest: Manifest, session: int, check_fence: Callable[[], None]) -> None:
         self.paths = paths
         self.manifest = manifest
-        self._session = session
+        self.session = session
+        self.tmp = paths.session_tmp(session)
         self._check_fence = check_fence
-        self._tmp = paths.session_tmp(session)
+        self._numbers = itertools.count()
         self._unlinked: frozenset[str] = frozenset()
         """Retired segments whose unlinking is durable: the next commit need not name them any more."""
 
     def target(self) -> Path:
         """Where the next commit's file is to be written."""
-        return self._tmp / str(ArchiveName(self.manifest.commit + 1, self._session))
+        return self.tmp / str(ArchiveName(self.manifest.commit + 1, self.session))
+
+    def next_number(self) -> int:
+        """Return a number for a carried segment that this session has not used."""
+        return next(self._numbers)
 
     def settle(self) -> None:
-        """At open: finish what a crash cut short. Unlisted files go, the link is set right, retired inputs go."""
+        """At open: finish what a crash cut short. What the manifest does not name goes, and the link is set right."""
         directory = self.paths.version(self.manifest.version)
-        listed = {file.name for file in self.manifest.files} | {str(ArchiveName(0, 0))}
-        stray = [entry for entry in directory.iterdir() if entry.name not in listed]
-        if stray:
-            self._check_fence()  # after listing: what a later session adds is not ours to remove
-            files.remove(stray, directory)
+        listed = {file.name for file in self.manifest.files} | {_EMPTY}
+        carried = [name for name in self.paths.segment_names() if name.is_carried]
+        self._remove([entry for entry in directory.iterdir() if entry.name not in listed], directory)
+        unnamed = [self.paths.segments / str(name) for name in carried if str(name) not in self.manifest.carried]
+        self._remove(unnamed, self.paths.segments)
         if not self.paths.archive.is_symlink() or self.paths.archive.readlink() != _target(self.manifest.version):
-            _point(self.paths, self._tmp, self.manifest.version)
-        self._unlink_retired(self.manifest.retired)
+            _point(self.paths, self.tmp, self.manifest.version)
+        self._clean_up(self.manifest, self.manifest.retired)
 
-    def add(self, made: ArchiveFile | None, inputs: Iterable[SegmentName], archived_through: int) -> None:
-        """Commit a file made under tmp/ in place of its inputs.
+    def commit(self, change: Change, roll: Callable[[], JournalName] | None = None) -> None:
+        """Publish what was made under tmp/ and replace the manifest.
 
-        Durability: on return the file and the manifest that names it survive power loss. Inputs of earlier commits
+        roll: begins a new part of the journal that sums up the bank as it is after this commit.
+
+        Durability: on return the files and the manifest that names them survive power loss. Inputs of earlier commits
         are unlinked then, those of this one by the next commit, so that readers holding the old manifest can go on.
         """
         old = self.manifest
         self._check_fence()
-        retired = {name: at for name, at in old.retired.items() if name not in self._unlinked}
-        if made is not None:
-            files.publish(self._tmp / made.name, self.paths.version(old.version) / made.name)
-        commit = old.commit + 1
-        new = old.model_copy(
-            update={
-                "commit": commit,
-                "files": (*old.files, made) if made else old.files,
-                "archived_through": max(archived_through, old.archived_through),
-                "retired": retired | dict.fromkeys(map(str, inputs), commit),
-            }
-        )
-        write_manifest(self.paths, new, self._tmp)
+        for name in change.carried:
+            files.publish(self.tmp / str(name), self.paths.segments / str(name))
+        version = self._new_version(change) if change.replaced else old.version
+        if change.file is not None:
+            files.publish(self.tmp / change.file.name, self.paths.version(version) / change.file.name)
+        new = self._changed(change, version, roll)
+        write_manifest(self.paths, new, self.tmp)
         self.manifest = new
-        self._unlink_retired(name for name, at in new.retired.items() if at < commit)
+        if version != old.version:
+            _point(self.paths, self.tmp, version)
+        self._clean_up(old, [name for name, at in new.retired.items() if at < new.commit])
 
     def finish(self) -> None:
         """Commit until nothing retired is left behind: at the end of a run."""
         while self.manifest.retired:
-            self.add(None, (), self.manifest.archived_through)
+            self.commit(Change())
 
-    def _unlink_retired(self, names: Iterable[str]) -> None:
-        gone = frozenset(names)
-        if gone:
-            self._check_fence()
-            files.remove([self.paths.segments / name for name in gone], self.paths.segments)
+    def _changed(self, change: Change, version: int, roll: Callable[[], JournalName] | None) -> Manifest:
+        old = self.manifest
+        commit = old.commit + 1
+        kept = [file for file in old.files if file.name not in change.replaced]
+        retired = {name: at for name, at in old.retired.items() if name not in self._unlinked}
+        leaving = set(map(str, change.retired))
+        through = old.archived_through if change.archived_through is None else change.archived_through
+        return old.model_copy(
+            update={
+                "commit": commit,
+                "version": version,
+                "files": (*kept, change.file) if change.file else tuple(kept),
+                "archived_through": through,
+                "journal": str(roll()) if roll is not None else old.journal,
+                "carried": (*(name for name in old.carried if name not in leaving), *map(str, change.carried)),
+                "retired": retired | dict.fromkeys(sorted(leaving), commit),
+            }
+        )
+
+    def _new_version(self, change: Change) -> int:
+        """Make the next version directory, of hard links to the files that stay."""
+        old, version = self.paths.version(self.manifest.version), self.manifest.version + 1
+        directory = self.paths.version(version)
+        files.clear_directory(directory)  # left by a commit that failed
+        files.make_directories([directory])
+        kept = [file.name for file in self.manifest.files if file.name not in change.replaced]
+        for name in (_EMPTY, *kept):
+            files.link(old / name, directory / name)
+        files.fsync_directory(directory)
+        return version
+
+    def _clean_up(self, manifest: Manifest, retired: Iterable[str]) -> None:
+        """Remove what is older than ``manifest``: retired segments, version directories, parts of the journal."""
+        gone = frozenset(retired)
+        self._remove([self.paths.segments / name for name in gone], self.paths.segments)
         self._unlinked = gone
+        current = {manifest.version, self.manifest.version}
+        versions = [number for number in self.paths.version_numbers() if number not in current]
+        base = JournalName.parse(manifest.journal)
+        parts = [name for name in self.paths.journal_names() if base is not None and name < base]
+        self._remove([self.paths.journal / str(name) for name in parts], self.paths.journal)
+        if versions:
+            self._check_fence()
+            for number in versions:
+                files.clear_directory(self.paths.version(number))
+            files.fsync_directory(self.paths.versions)
+
+    def _remove(self, paths: list[Path], directory: Path) -> None:
+        if paths:
+            self._check_fence()  # after listing: what a later session adds is not ours to remove
+            files.remove(paths, directory)
 
 
 def _target(version: int) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import threading
 import time
 import uuid
 import weakref
@@ -43,6 +44,7 @@ class Intake:
         self._retries = retries
         """uids of groups whose append raised."""
         self._on_written = on_written
+        self._clock, self._last = threading.Lock(), 0
         self._encoding: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
 
     def append(self, groups: Sequence[RolloutGroup], iteration: int, options: AppendOptions) -> list[str]:
@@ -105,7 +107,7 @@ class Intake:
                     iteration=iteration,
                     session=self._session,
                     writer=self._writer,
-                    completed_at_us=time.time_ns() // 1000,
+                    completed_at_us=self._now(),
                     **options,
                 )
                 messages.append(self._appender.template.build(encoded.columns, encoded.head))
@@ -116,6 +118,12 @@ class Intake:
         for group, head in zip(groups, heads, strict=True):
             group.uid = head["uid"]
         return Ticket(messages, heads, iteration)
+
+    def _now(self) -> int:
+        """Return the time in µs, later than at any call before: groups are ordered by it, whatever the clock does."""
+        with self._clock:
+            self._last = max(self._last + 1, time.time_ns() // 1000)
+            return self._last
 
     def _uid_for(self, group: RolloutGroup, retried: list[str]) -> str:
         if not isinstance(group, RolloutGroup):

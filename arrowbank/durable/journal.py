@@ -3,6 +3,9 @@
 A journal is a stream as ``layout`` tells it, one entry a record, whose columns any Arrow reader can show. A session
 writes its own file; a part whose write failed is followed by the next part. An entry counts from the moment ``write``
 returns. One whose write raised is named as abandoned by the next part's first record, so that it does not count.
+
+Compaction rolls the journal: a new part begins with a snapshot of all that still matters. The manifest names the part
+that reading starts with (its base); the snapshot of any other part is skipped, since what it sums up is read as well.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import pyarrow as pa
@@ -31,9 +34,11 @@ __all__ = [
     "Drawn",
     "Entry",
     "Evicted",
+    "Facts",
     "Journal",
     "Restored",
     "Sealed",
+    "Snapshot",
     "read_journal",
 ]
 
@@ -58,6 +63,8 @@ class Restored:
     iteration: int
     mode: str
     parent: int | None
+    lost: tuple[str, ...] = ()
+    """Groups of the plan that could not be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +110,55 @@ class Sealed:
     facts: tuple[SegmentFacts, ...]
 
 
-Entry: TypeAlias = Restored | Drawn | Evicted | Checkpointed | Abandoned | Sealed
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that earlier parts say and that still matters, as ``snapshot`` lays it out."""
+
+    uids: tuple[str, ...]
+    state: bytes
+    details: dict[str, Any]
+
+
+Entry: TypeAlias = Restored | Drawn | Evicted | Checkpointed | Abandoned | Sealed | Snapshot
+
+
+@dataclass(slots=True)
+class Facts:
+    """What the journal says of segment and journal files."""
+
+    abandoned: dict[str, list[range]] = field(default_factory=dict)
+    """File → sequence numbers of records that do not count."""
+    records: dict[str, int] = field(default_factory=dict)
+    """Closed segment → how many records it has."""
+
+    def add(self, entry: Entry) -> None:
+        """Take in what an entry says of files."""
+        if isinstance(entry, Abandoned):
+            self.abandoned.setdefault(entry.name, []).append(entry.sequences)
+        elif isinstance(entry, Sealed):
+            self.records |= {facts.name: facts.records for facts in entry.facts}
+
+    def counts(self, name: str, sequence: int) -> bool:
+        """Whether a record of a file counts."""
+        return not any(sequence in gone for gone in self.abandoned.get(name, ()))
+
+    def of(self, names: Iterable[str]) -> Facts:
+        """Return the part about these files."""
+        kept = set(names)
+        return Facts(
+            {name: gone for name, gone in self.abandoned.items() if name in kept},
+            {name: count for name, count in self.records.items() if name in kept},
+        )
 
 
 class Journal:
     """Appends entries to the session's journal. Thread-safe."""
 
-    def __init__(self, paths: BankPaths, bank_id: str, session: int, check_fence: Callable[[], None]) -> None:
+    def __init__(
+        self, paths: BankPaths, bank_id: str, session: int, check_fence: Callable[[], None], facts: Facts | None = None
+    ) -> None:
         self._paths, self._bank_id, self._session = paths, bank_id, session
+        self._facts = facts or Facts()
         self._check_fence = check_fence
         self._template = MessageTemplate(JOURNAL_SCHEMA)
         self._lock = threading.Lock()
@@ -122,21 +170,39 @@ class Journal:
     def write(self, entries: Sequence[Entry]) -> None:
         """Make entries durable with one sync. Raises OSError, FencedError; then none of them counts."""
         with self._lock:
+            self._write(entries)
+
+    def roll(self, snapshot: Callable[[Facts], Snapshot]) -> JournalName:
+        """Begin a new part with a snapshot; return its name, for the manifest to name as base.
+
+        Until the manifest does, the snapshot says nothing, and nothing depends on it. Raises OSError, FencedError.
+        """
+        with self._lock:
+            if self._stream is not None:
+                self._stream.close()
+                self._stream = None
+            self._write([snapshot(self._facts)])
+            return JournalName(self._session, self._part - 1)
+
+    def _write(self, entries: Sequence[Entry]) -> None:
+        self._check_fence()
+        stream = self._ready()
+        first = stream.records
+        told = [*entries, *self._abandoned]  # in this order: a snapshot comes first in its part
+        messages = [self._template.build(*_encode(entry)) for entry in told]
+        try:
+            stream.append(messages)
             self._check_fence()
-            stream = self._ready()
-            first = stream.records
-            messages = [self._template.build(*_encode(entry)) for entry in (*self._abandoned, *entries)]
-            try:
-                stream.append(messages)
-                self._check_fence()
-            except FencedError:
-                self._annul(stream, Abandoned(stream.path.name, first, len(messages)))
-                raise
-            except BaseException:
-                stream.poisoned = True
-                self._abandoned.append(Abandoned(stream.path.name, first, len(messages)))
-                raise
-            self._abandoned.clear()
+        except FencedError:
+            self._annul(stream, Abandoned(stream.path.name, first, len(messages)))
+            raise
+        except BaseException:
+            stream.poisoned = True
+            self._abandoned.append(Abandoned(stream.path.name, first, len(messages)))
+            raise
+        for entry in told:
+            self._facts.add(entry)
+        self._abandoned.clear()
 
     def abandon(self, name: str, first: int, count: int) -> None:
         """Say that records of a segment do not count: at once if that is possible, else with the next entry."""
@@ -197,8 +263,8 @@ def read_journal(paths: BankPaths, name: JournalName, bank_id: str) -> tuple[lis
 
 def _encode(entry: Entry) -> tuple[Columns, dict[str, Any]]:
     kind = type(entry).__name__.lower()
-    uids = [uid.encode() for uid in entry.uids] if isinstance(entry, Drawn | Evicted) else None
-    state = entry.state if isinstance(entry, Drawn) else None
+    uids = [uid.encode() for uid in entry.uids] if isinstance(entry, Drawn | Evicted | Snapshot) else None
+    state = entry.state if isinstance(entry, Drawn | Snapshot) else None
     iteration = entry.iteration if isinstance(entry, Restored | Drawn | Checkpointed) else None
     columns = Columns(1)
     columns.constant(kind.encode())
@@ -214,7 +280,7 @@ def _encode(entry: Entry) -> tuple[Columns, dict[str, Any]]:
 def _details(entry: Entry) -> dict[str, Any]:
     match entry:
         case Restored():
-            return {"mode": entry.mode, "parent": entry.parent}
+            return {"mode": entry.mode, "parent": entry.parent} | ({"lost": entry.lost} if entry.lost else {})
         case Drawn():
             return {"span": entry.span}
         case Evicted():
@@ -223,6 +289,8 @@ def _details(entry: Entry) -> dict[str, Any]:
             return {"name": entry.name, "first": entry.first, "count": entry.count}
         case Sealed():
             return {"facts": [[fact.name, fact.records, fact.nbytes] for fact in entry.facts]}
+        case Snapshot():
+            return entry.details
         case Checkpointed():
             return {}
 
@@ -234,7 +302,7 @@ def _decode(record: Record) -> Entry:
         details = json.loads(row["details"])
         match row["kind"]:
             case "restored":
-                return Restored(row["iteration"], details["mode"], details["parent"])
+                return Restored(row["iteration"], details["mode"], details["parent"], tuple(details.get("lost", ())))
             case "drawn":
                 return Drawn(row["iteration"], tuple(row["uids"]), details["span"], row["state"])
             case "evicted":
@@ -245,6 +313,8 @@ def _decode(record: Record) -> Entry:
                 return Abandoned(details["name"], details["first"], details["count"])
             case "sealed":
                 return Sealed(tuple(SegmentFacts(*fact) for fact in details["facts"]))
+            case "snapshot":
+                return Snapshot(tuple(row["uids"]), row["state"], details)
         raise ValueError(f"unknown kind {row['kind']!r}")
     except (ValueError, OSError, KeyError, TypeError, IndexError, pa.ArrowException) as error:
         raise CorruptRecordError(

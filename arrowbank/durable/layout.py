@@ -18,8 +18,11 @@ both for a clean end.
 
 A record's header is an Arrow ``Message`` whose custom metadata has two entries: ``arrowbank.seal`` (see ``seal``) and
 ``arrowbank.head``, a JSON object padded with spaces. Of a group's record the head has: uid, iteration, env, problem,
-split, size (rollouts), and where they say something source_index, evicted (the reason), batch_id, index_in_batch and
-extra.
+split, size (rollouts), at (when it was finished, in µs since 1970), and where they say something source_index, evicted
+(the reason), batch_id, index_in_batch, extra, and session: the one that appended it, in carried segments only.
+
+Carried segments have the writer name "carry": compaction writes them, whole, with groups that are live still out of
+segments that it retires. They count only if the manifest names them.
 
 Writing records: all of them but each one's first eight bytes, which stay zero, with eight zeros behind the last; then
 those first eight bytes, record by record; then fdatasync. Until a record's eight bytes are there, a reader sees zeros,
@@ -46,9 +49,12 @@ from typing import TypeVar
 
 from arrowbank.errors import CorruptionError
 
-__all__ = ["ArchiveName", "BankPaths", "JournalName", "SegmentName", "check_writer"]
+__all__ = ["CARRY", "ArchiveName", "BankPaths", "JournalName", "SegmentName", "check_writer"]
 
 _Name = TypeVar("_Name")
+CARRY = "carry"
+"""The writer's name of segments that compaction writes: groups that are live still, out of segments that are retired,
+and groups that have left the archive."""
 _WRITER = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 _SEGMENT = re.compile(rf"(\d{{8,19}})-({_WRITER})-s(\d{{4,10}})-(\d{{4,10}})\.arrows")
 _JOURNAL = re.compile(r"s(\d{4,10})-(\d{4,10})\.arrows")
@@ -65,6 +71,11 @@ class SegmentName:
     iteration: int
     part: int
     writer: str
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether compaction wrote it: then it counts only if the manifest names it."""
+        return self.writer == CARRY
 
     def __str__(self) -> str:
         return f"{self.iteration:08d}-{self.writer}-s{self.session:04d}-{self.part:04d}.arrows"
@@ -187,6 +198,8 @@ class BankPaths:
 
 def check_writer(name: str) -> str:
     """Return a writer's name, or raise ValueError when it cannot be part of a file name."""
+    if name == CARRY:
+        raise ValueError(f"writer name {name!r} is kept for segments that compaction writes; choose another")
     if not re.fullmatch(_WRITER, name):
         raise ValueError(
             f"writer name {name!r}: use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit"

@@ -26,11 +26,21 @@ class Ledger:
         self, paths: BankPaths, session: int, state: State, journal: Journal, appender: Appender, *, must_restore: bool
     ) -> None:
         self.state = state
-        self.line: Line = state.history.line(session)
         self.restored = False
+        self._fresh = Line(session)
+        """Until the session restores or writes something, its line is not part of the history."""
         self._paths, self._session = paths, session
         self._journal, self._appender = journal, appender
         self._must_restore = must_restore
+
+    @property
+    def line(self) -> Line:
+        """The line that this session works on."""
+        return self.state.history.lines.get(self._session, self._fresh)
+
+    def reload(self, state: State) -> None:
+        """Take over what has been read anew, before anything was restored."""
+        self.state = state
 
     @property
     def is_used(self) -> bool:
@@ -45,9 +55,8 @@ class Ledger:
 
     # -- resume
 
-    def check_restore(self, iteration: int, *, accept_damage: bool) -> None:
+    def check_restore(self, iteration: int, session: int | None, *, accept_damage: bool) -> None:
         """Raise when this checkpoint cannot be restored: HistoryGoneError, CorruptRecordError."""
-        self.state.history.parent_of(iteration)
         if self.state.hidden and not accept_damage:
             damage, iterations = self.state.hidden[0]
             raise CorruptRecordError(
@@ -56,15 +65,19 @@ class Ledger:
                 offset=damage.offset,
                 hint="restore(…, accept_damage=True) goes on with what can be read",
             )
+        self.state.history.parent_of(iteration, session)
 
-    def restore(self, iteration: int, mode: str) -> None:
+    def restore(self, iteration: int, mode: str, session: int | None) -> None:
         """Take up the line that holds checkpoint ``iteration``."""
         history = self.state.history
-        history.lines = {number: line for number, line in history.lines.items() if number != self._session}
-        entry = Restored(iteration, mode, history.parent_of(iteration))
+        parent = history.parent_of(iteration, session)
+        lost: tuple[str, ...] = ()
+        if mode == "replay" and parent is not None:
+            plan = Line.inherit(self._session, history.lines[parent], iteration).plan()
+            lost = tuple(uid for draw in plan for uid in draw.uids if uid not in self.state.groups)
+        entry = Restored(iteration, mode, parent, lost)
         self._journal.write([entry])
         history.apply(self._session, entry)
-        self.line = history.line(self._session)
         self.restored = True
 
     # -- training
@@ -132,6 +145,7 @@ class Ledger:
         except OSError:
             self._appender.closed.extendleft(reversed(facts))
             raise
+        self.state.history.lines.setdefault(self._session, self.line)
         self.state.history.apply(self._session, entry)
 
     def _wait_for_appends(self) -> None:
@@ -148,4 +162,7 @@ class Ledger:
     def _require_known(self, uids: Iterable[str]) -> None:
         unknown = [uid for uid in uids if uid not in self.state.groups]
         if unknown:
-            raise UnknownGroupError(f"{self._paths.root}: no live group has uid {', '.join(unknown[:4])}")
+            raise UnknownGroupError(
+                f"{self._paths.root}: no live group has uid {', '.join(unknown[:4])}: it was never appended to this "
+                "bank, or was trained on so long ago that it is archived"
+            )

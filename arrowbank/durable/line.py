@@ -4,21 +4,24 @@ Each session works on one line: a table iteration → draws in order, inherited 
 session draws itself. ``History`` folds the entries of all sessions; its methods are the rules of resume:
 
 1. Which line a restore takes: ``History.parent_of``.
-2. What it inherits: ``Line.inherit``. Draws settled by T stay; the others are the plan.
+2. What it inherits: ``Line.inherit``. Draws settled by T stay; the others are the plan. A planned draw that T *cuts*
+   (its training began before T and ends after) has an offset.
 3. What drawing does to the plan: ``Line.draw``. Draws of skipped iterations are void; own draws that repeat the
    planned ones confirm them; anything else voids what was planned at that iteration; a group drawn leaves any other
-   planned draw.
+   planned draw; drawing a cut draw's groups again, inside its span, continues it where it is.
 4. What is refused: ``Line.check_draw``, ``Line.check_evict``, ``Line.check_checkpoint``.
 
-Invariant (I3): a group that is not evicted is in at most one draw of a line; in none, it is pending.
+Invariant (I3): a group that is not evicted is in at most one draw of a line; in none, it is pending. A group that is
+archived, and all of whose draw is, is in no line: ``History.forget`` and ``History.revive``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from arrowbank.durable.checkpoints import Checkpoints
 from arrowbank.durable.journal import Checkpointed, Drawn, Entry, Evicted, Restored
 from arrowbank.errors import HistoryGoneError, InvalidDrawError
 
@@ -27,18 +30,18 @@ __all__ = ["DISCARDED", "History", "Line", "LineDraw"]
 DISCARDED = "discarded at restore"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LineDraw:
-    """A draw as a line knows it."""
+    """A draw as a line knows it. Shared by all lines that inherited it."""
 
     iteration: int
     uids: tuple[str, ...]
     span: int
     state: bytes | None
     session: int
-    """The session that made it."""
-    own: bool
-    """Made, or repeated, by the session whose line this is; otherwise inherited."""
+    """The session that made it, or repeated it: the draw is that session's own."""
+    index: int = 0
+    """Its place among the draws of its iteration."""
 
     @property
     def end(self) -> int:
@@ -51,48 +54,63 @@ class Line:
     """The history one session works on."""
 
     session: int
+    parent: int | None = None
+    """The session whose line this one went on from."""
     resumed: int = 0
     """T of the session's restore."""
     made: dict[int, list[LineDraw]] = field(default_factory=dict)
     """Draws by iteration: inherited ones that ``resumed`` settles, and the session's own."""
     planned: dict[int, list[LineDraw]] = field(default_factory=dict)
     """Inherited draws by iteration that are to be replayed: neither settled nor repeated nor void."""
-    checkpoints: dict[int, int] = field(default_factory=dict)
-    """Checkpoint → the session that recorded it, in rising order."""
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
     last_checkpoint: int = 0
     """The session's own last one, or ``resumed``."""
     last_drawn: int = -1
     """The last iteration that the session itself drew at."""
     began: int = -1
     """The last iteration begun or drawn at."""
-    _place: dict[str, LineDraw] = field(default_factory=dict)
-    """Group → the draw it is in."""
+    reach: int = 0
+    """The highest checkpoint that this session may have got to."""
+    lost: frozenset[str] = frozenset()
+    """Groups of the plan that could not be handed back when the session restored."""
+    _place: dict[str, LineDraw] | None = None
+    """Group → the draw it is in; made when first asked for, since most lines are never asked."""
 
     @classmethod
-    def inherit(cls, session: int, parent: Line | None, iteration: int, *, keep_plan: bool = True) -> Line:
+    def inherit(
+        cls,
+        session: int,
+        parent: Line | None,
+        iteration: int,
+        *,
+        keep_plan: bool = True,
+        lost: Iterable[str] = (),
+    ) -> Line:
         """Rule 2: start a session's line at checkpoint ``iteration`` on its parent's.
 
-        Without ``keep_plan``, draws that the checkpoint does not hold are forgotten; of one that it holds in part,
-        the part is what stays.
+        Without ``keep_plan``, draws that the checkpoint does not hold are forgotten; of one that it cuts, the part
+        that it holds is what stays.
         """
-        line = cls(session, iteration, last_checkpoint=iteration)
+        line = cls(session, None, iteration, last_checkpoint=iteration, reach=iteration, lost=frozenset(lost))
         if parent is not None:
-            line.checkpoints = {kept: by for kept, by in parent.checkpoints.items() if kept <= iteration}
+            line.parent = parent.session
+            line.checkpoints = parent.checkpoints.upto(iteration)
             for draw in parent.draws():
-                inherited = replace(draw, own=False)
                 if draw.end <= iteration:
-                    line._put(line.made, inherited)
+                    _put(line.made, draw)
                 elif keep_plan:
-                    line._put(line.planned, inherited)
+                    _put(line.planned, draw)
                 elif draw.iteration < iteration:
-                    line._put(line.made, replace(inherited, span=iteration - draw.iteration))
+                    _put(line.made, replace(draw, span=iteration - draw.iteration))
         return line
 
-    @property
-    def reach(self) -> int:
-        """The highest checkpoint that this line may have got to."""
-        own = (draw.end for draws in self.made.values() for draw in draws if draw.own)
-        return max(self.resumed, self.last_checkpoint, *own)
+    def owns(self, draw: LineDraw) -> bool:
+        """Whether this session made the draw itself, or repeated it."""
+        return draw.session == self.session
+
+    def cuts(self, draw: LineDraw) -> bool:
+        """Whether the restored checkpoint holds a part of the draw's training."""
+        return draw.iteration < self.resumed < draw.end
 
     def draws(self) -> Iterator[LineDraw]:
         """All draws, in order."""
@@ -100,8 +118,9 @@ class Line:
             yield from self.at(iteration)
 
     def at(self, iteration: int) -> list[LineDraw]:
-        """The draws of one iteration, in order: those made before those planned."""
-        return [*self.made.get(iteration, ()), *self.planned.get(iteration, ())]
+        """The draws of one iteration, in order."""
+        both = [*self.made.get(iteration, ()), *self.planned.get(iteration, ())]
+        return sorted(both, key=lambda draw: draw.index)
 
     def settled(self, checkpoint: int) -> Iterator[LineDraw]:
         """Draws whose training is inside ``checkpoint``."""
@@ -113,7 +132,14 @@ class Line:
 
     def find(self, uid: str) -> LineDraw | None:
         """Return the draw that the group is in."""
-        return self._place.get(uid)
+        return self.places.get(uid)
+
+    @property
+    def places(self) -> dict[str, LineDraw]:
+        """Group → the draw that it is in."""
+        if self._place is None:
+            self._place = {uid: draw for draw in self.draws() for uid in draw.uids}
+        return self._place
 
     # -- rule 4: what is refused
 
@@ -126,8 +152,9 @@ class Line:
             raise InvalidDrawError(f"an empty draw at iteration {at}: mark a batch only when it has groups")
         repeated = sorted(uid for uid, times in Counter(drawn.uids).items() if times > 1)
         if repeated:
-            raise InvalidDrawError(f"the draw at iteration {at} names {repeated} twice")
-        if self._was_made(drawn):
+            raise InvalidDrawError(f"the draw at iteration {at} names {repeated} twice; name each group once")
+        continued = self._continued(drawn, evicted)
+        if self._was_made(drawn) or (continued is not None and self.owns(continued) and at <= self.last_drawn):
             return False
         floor = max(self.resumed, self.last_checkpoint)
         if at < floor:
@@ -135,12 +162,17 @@ class Line:
                 f"a draw at iteration {at}, but checkpoint {floor} was restored or recorded; draw at {floor} or later"
             )
         if at < self.last_drawn:
-            raise InvalidDrawError(f"a draw at iteration {at} after one at {self.last_drawn}; iterations only go up")
+            raise InvalidDrawError(
+                f"a draw at iteration {at} after one at {self.last_drawn}; iterations only go up: draw at "
+                f"{self.last_drawn} or later"
+            )
         gone = [uid for uid in drawn.uids if uid in evicted]
         if gone:
-            raise InvalidDrawError(f"the draw at iteration {at} names evicted groups: {gone}")
-        for uid in drawn.uids:
-            self._refuse_taken(uid, f"the draw at iteration {at}")
+            raise InvalidDrawError(f"the draw at iteration {at} names evicted groups: {gone}; leave them out")
+        if continued is None:
+            for uid in drawn.uids:
+                self._refuse_taken(uid, f"the draw at iteration {at}")
+                self._refuse_cut(uid, at, evicted)
         return True
 
     def check_evict(self, uids: Iterable[str]) -> None:
@@ -154,47 +186,80 @@ class Line:
         if iteration > latest:
             raise InvalidDrawError(
                 f"checkpoint({iteration}), but the last iteration begun is {latest - 1}; a checkpoint counts complete "
-                f"iterations, so {latest} is the highest possible now"
+                f"iterations, so {latest} is the highest possible now: call begin_iteration first"
             )
         return iteration > self.last_checkpoint
 
     def _was_made(self, drawn: Drawn) -> bool:
-        made = self.made.get(drawn.iteration, ())
-        return any(draw.own and draw.uids == drawn.uids and draw.span == drawn.span for draw in made)
+        return any(
+            self.owns(draw) and (draw.uids, draw.span, draw.state) == (drawn.uids, drawn.span, drawn.state)
+            for draw in self.made.get(drawn.iteration, ())
+        )
 
     def _refuse_taken(self, uid: str, what: str) -> None:
         draw = self.find(uid)
-        if draw is not None and draw.own:
-            raise InvalidDrawError(f"{what} names group {uid}, which this session drew at iteration {draw.iteration}")
-        if draw is not None and draw.end <= self.resumed:
+        if draw is not None and self.owns(draw):
             raise InvalidDrawError(
-                f"{what} names group {uid}, which was trained on at iteration {draw.iteration}: checkpoint "
-                f"{self.resumed} holds it"
+                f"{what} names group {uid}, which this session drew at iteration {draw.iteration}; leave it out"
+            )
+        held = max(self.resumed, self.last_checkpoint)
+        if draw is not None and draw.end <= held:
+            raise InvalidDrawError(
+                f"{what} names group {uid}, which was trained on at iteration {draw.iteration}: checkpoint {held} "
+                "holds it; leave it out"
+            )
+
+    def _refuse_cut(self, uid: str, at: int, evicted: Container[str]) -> None:
+        draw = self.find(uid)
+        if draw is not None and self.cuts(draw):
+            raise InvalidDrawError(
+                f"the draw at iteration {at} names group {uid}: checkpoint {self.resumed} holds a part of the "
+                f"training of its draw at {draw.iteration}, which feeds iterations up to {draw.end - 1}. Draw "
+                f"{list(self._there(draw, evicted))} together, below {draw.end}, to go on with it; or restore with "
+                'mode="requeue" or "discard"'
             )
 
     # -- rule 3: what drawing and checkpoints do
 
-    def draw(self, drawn: Drawn) -> None:
+    def draw(self, drawn: Drawn, evicted: Container[str] = ()) -> None:
         """Take a draw of this session into the line."""
         at = drawn.iteration
         if self._was_made(drawn):
             return
         self._void_skipped(before=at)
-        planned = self.planned.get(at, [])
-        if planned and planned[0].uids == drawn.uids:
-            self._drop(planned[:1])
+        continued = self._continued(drawn, evicted)
+        if continued is not None:
+            self._make(replace(continued, session=self.session), instead_of=continued)
         else:
-            self._drop(planned)
-        self._leave_planned(drawn.uids)
-        self._put(self.made, LineDraw(at, drawn.uids, drawn.span, drawn.state, self.session, own=True))
+            planned = self.planned.get(at, [])
+            first = next((draw for draw in planned if self._there(draw, evicted)), None)
+            if first is not None and self._there(first, evicted) == drawn.uids:
+                self._drop(planned[: planned.index(first) + 1])
+            else:
+                self._drop(planned)
+            self._leave_planned(drawn.uids)
+            index = len(self.made.get(at, ()))
+            self._make(LineDraw(at, drawn.uids, drawn.span, drawn.state, self.session, index))
         self.last_drawn = max(self.last_drawn, at)
         self.began = max(self.began, at)
 
     def checkpoint(self, iteration: int) -> None:
         """Take a checkpoint of this session into the line."""
-        self.checkpoints[iteration] = self.session
+        self.checkpoints.add(iteration, self.session)
         self.last_checkpoint = iteration
+        self.reach = max(self.reach, iteration)
         self._void_skipped(before=iteration)
+
+    def _there(self, draw: LineDraw, evicted: Container[str]) -> tuple[str, ...]:
+        """The groups of a planned draw that can be trained on again."""
+        return tuple(uid for uid in draw.uids if uid not in evicted and uid not in self.lost)
+
+    def _continued(self, drawn: Drawn, evicted: Container[str]) -> LineDraw | None:
+        """Return the cut draw that a draw of its groups, inside its span, goes on with."""
+        draw = self.find(drawn.uids[0]) if drawn.uids else None
+        if draw is None or not self.cuts(draw) or not self.resumed <= drawn.iteration < draw.end:
+            return None
+        return draw if self._there(draw, evicted) == drawn.uids else None
 
     def _void_skipped(self, before: int) -> None:
         """Void planned draws of skipped iterations; one that the resumed checkpoint cut in two is never void."""
@@ -205,27 +270,78 @@ class Line:
     def _leave_planned(self, uids: Iterable[str]) -> None:
         """Take groups out of the planned draws that they are in."""
         for uid in uids:
-            draw = self._place.get(uid)
-            if draw is not None and draw in self.planned.get(draw.iteration, ()):
-                left = tuple(other for other in draw.uids if other != uid)
-                self._drop([draw], instead=replace(draw, uids=left) if left else None)
+            draw = self.find(uid)
+            if draw is None or draw not in self.planned.get(draw.iteration, ()):
+                continue
+            left = tuple(other for other in draw.uids if other != uid)
+            if left:
+                self._replace(draw, replace(draw, uids=left))
+                self.places.pop(uid, None)
+            else:
+                self._drop([draw])
+                for later in [other for other in self.planned.get(draw.iteration, ()) if other.index > draw.index]:
+                    self._replace(later, replace(later, index=later.index - 1))
 
-    def _put(self, table: dict[int, list[LineDraw]], draw: LineDraw) -> None:
-        table.setdefault(draw.iteration, []).append(draw)
-        self._place.update(dict.fromkeys(draw.uids, draw))
+    def _make(self, draw: LineDraw, instead_of: LineDraw | None = None) -> None:
+        if instead_of is not None:
+            for table in (self.planned, self.made):
+                if instead_of in table.get(instead_of.iteration, ()):
+                    _take(table, instead_of)
+        places = self.places
+        _put(self.made, draw)
+        places.update(dict.fromkeys(draw.uids, draw))
+        self.reach = max(self.reach, draw.end)
 
-    def _drop(self, draws: list[LineDraw], instead: LineDraw | None = None) -> None:
-        """Take draws out of the plan; their groups become pending, but for those of ``instead``."""
+    def _replace(self, planned: LineDraw, other: LineDraw) -> None:
+        """Put another draw in the place of a planned one."""
+        at = self.planned[planned.iteration]
+        at[at.index(planned)] = other
+        self.places.update(dict.fromkeys(other.uids, other))
+
+    def _drop(self, draws: Iterable[LineDraw]) -> None:
+        """Take draws out of the plan; their groups become pending."""
+        places = self.places
         for draw in list(draws):
-            at = self.planned[draw.iteration]
-            place = at.index(draw)
-            at[place : place + 1] = [instead] if instead else []
-            if not at:
-                del self.planned[draw.iteration]
+            _take(self.planned, draw)
             for uid in draw.uids:
-                self._place.pop(uid, None)
-        if instead is not None:
-            self._place.update(dict.fromkeys(instead.uids, instead))
+                places.pop(uid, None)  # what is left of a damaged journal may name a group twice
+
+    # -- the archive
+
+    def copy(self) -> Line:
+        """Return a line that changes on its own."""
+        made = {at: list(draws) for at, draws in self.made.items()}
+        planned = {at: list(draws) for at, draws in self.planned.items()}
+        checkpoints = Checkpoints(self.checkpoints.runs)
+        return replace(self, made=made, planned=planned, checkpoints=checkpoints, _place=None)
+
+    def forget(self, archived: Container[str]) -> None:
+        """Let go of settled draws all of whose groups are archived."""
+        for iteration in list(self.made):
+            kept = [draw for draw in self.made[iteration] if not all(uid in archived for uid in draw.uids)]
+            if len(kept) < len(self.made[iteration]):
+                self._place = None
+                self.made[iteration] = kept
+            if not kept:
+                del self.made[iteration]
+
+    def revive(self, draws: Iterable[LineDraw]) -> None:
+        """Take back draws whose groups have left the archive; those that the line still has are not among them."""
+        for draw in draws:
+            _put(self.made, draw)
+            self.made[draw.iteration].sort(key=lambda one: one.index)
+        self._place = None
+
+
+def _put(table: dict[int, list[LineDraw]], draw: LineDraw) -> None:
+    table.setdefault(draw.iteration, []).append(draw)
+
+
+def _take(table: dict[int, list[LineDraw]], draw: LineDraw) -> None:
+    at = table[draw.iteration]
+    at.remove(draw)
+    if not at:
+        del table[draw.iteration]
 
 
 @dataclass(slots=True)
@@ -235,59 +351,127 @@ class History:
     lines: dict[int, Line] = field(default_factory=dict)
     evicted: dict[str, str] = field(default_factory=dict)
     """Group → reason; evictions hold on every line."""
-    gone: set[int] = field(default_factory=set)
-    """Checkpoints that were recorded by lines that were let go of."""
+    gone: Checkpoints = field(default_factory=Checkpoints)
+    """Checkpoints that only lines recorded that were let go of."""
+    archived: set[str] = field(default_factory=set)
+    """Groups of draws that the lines still have, which are in the archive."""
 
     def apply(self, session: int, entry: Entry) -> None:
-        """Take in one journal entry of ``session``; entries about segments say nothing here."""
+        """Take in one journal entry of ``session``; entries about files say nothing here."""
         match entry:
             case Restored():
                 self._restore(session, entry)
             case Drawn():
-                self.line(session).draw(entry)
+                self.line(session).draw(entry, self.evicted)
             case Checkpointed():
                 self.line(session).checkpoint(entry.iteration)
                 self._let_go_of_others(session)
             case Evicted():
-                self.evicted |= dict.fromkeys(entry.uids, entry.reason)
+                self._evict(entry.uids, entry.reason)
 
     def _restore(self, session: int, entry: Restored) -> None:
         parent = None if entry.parent is None else self.lines.get(entry.parent)
-        line = Line.inherit(session, parent, entry.iteration, keep_plan=entry.mode == "replay")
+        keep_plan = entry.mode == "replay"
+        line = Line.inherit(session, parent, entry.iteration, keep_plan=keep_plan, lost=entry.lost)
         self.lines[session] = line
         if entry.mode == "discard" and parent is not None:
             rolled_back = (uid for draw in parent.draws() for uid in draw.uids if line.find(uid) is None)
-            self.evicted |= dict.fromkeys(rolled_back, DISCARDED)
+            self._evict(rolled_back, DISCARDED)
+
+    def _evict(self, uids: Iterable[str], reason: str) -> None:
+        for uid in uids:
+            self.evicted.setdefault(uid, reason)
 
     def _let_go_of_others(self, session: int) -> None:
         """A checkpoint makes its line the only one: from now on the archive holds what that line settles."""
-        if len(self.lines) == 1:
-            return
         kept = self.lines[session]
-        recorded = {checkpoint for line in self.lines.values() for checkpoint in line.checkpoints}
-        self.gone = (self.gone | recorded) - kept.checkpoints.keys()
+        if len(self.lines) == 1 and kept.last_checkpoint not in self.gone:
+            return
+        recorded = dict(self.gone.items())
+        for line in self.lines.values():
+            recorded |= dict(line.checkpoints.beyond(kept.checkpoints))
+        self.gone = Checkpoints.of({at: by for at, by in recorded.items() if at not in kept.checkpoints})
         self.lines = {session: kept}
 
     def line(self, session: int) -> Line:
         """Return a session's line; a session that drew without a restore (an empty bank's first) starts at 0."""
         return self.lines.setdefault(session, Line(session))
 
-    def parent_of(self, iteration: int) -> int | None:
-        """Rule 1: return the session whose line a restore of ``iteration`` takes; None on a bank without any.
+    # -- rule 1: which line a restore takes
 
-        Raises HistoryGoneError when only lines that were let go of recorded this checkpoint.
+    def parent_of(self, iteration: int, session: int | None = None) -> int | None:
+        """Return the session whose line a restore of ``iteration`` takes; None on a bank without any.
+
+        session: the one that saved the model checkpoint. Raises HistoryGoneError when only lines that were let go of
+        recorded this checkpoint, or the named one was let go of.
         """
         newest = sorted(self.lines, reverse=True)
+        if session is not None:
+            return self._same_until(iteration, session, newest)
         if iteration == 0:
             return newest[0] if newest else None
-        recorders = [line.checkpoints[iteration] for line in self.lines.values() if iteration in line.checkpoints]
+        recorders = [by for line in self.lines.values() if (by := line.checkpoints.get(iteration)) is not None]
         if recorders:
             recorder = max(recorders)
             return next(one for one in newest if self.lines[one].checkpoints.get(iteration) == recorder)
-        reaching = [one for one in newest if self.lines[one].reach >= iteration]
-        if not reaching and iteration in self.gone:
+        if iteration in self.gone:
             raise HistoryGoneError(
-                f"checkpoint {iteration} belongs to a line that a later session left, and whose draws are not kept any "
-                f"more; restore one of {sorted({0} | {at for line in self.lines.values() for at in line.checkpoints})}"
+                f"checkpoint {iteration} was recorded by session {self.gone.get(iteration)}, whose line a later "
+                f"session left, and whose draws are not kept any more. {self._ways_out()}. If a session that is named "
+                f"there saved this model checkpoint too and was killed before it recorded it, "
+                f"restore({iteration}, session=…) names that session"
             )
+        reaching = [one for one in newest if self.lines[one].reach >= iteration]
         return next(iter(reaching or newest), None)
+
+    def _same_until(self, iteration: int, session: int, newest: Collection[int]) -> int:
+        """Return the newest session that has the same draws up to ``iteration`` as ``session`` had there."""
+        line = self.lines.get(session)
+        if line is not None and iteration <= line.resumed:
+            return session  # it did not make this checkpoint itself: its very line is meant
+        for one in newest:
+            if self._maker(one, iteration) == session:
+                return one
+        raise HistoryGoneError(
+            f"restore({iteration}, session={session}): the line of session {session} is not kept: it was left by a "
+            f"later session that recorded a checkpoint, or there never was one. {self._ways_out()}"
+        )
+
+    def _maker(self, session: int, iteration: int) -> int:
+        """Return the session that got to ``iteration`` on this session's line."""
+        line = self.lines.get(session)
+        while line is not None and line.resumed >= iteration and line.parent is not None:
+            session = line.parent
+            line = self.lines.get(session)
+        return session
+
+    def _ways_out(self) -> str:
+        last = {number: line.checkpoints.newest(3) for number, line in sorted(self.lines.items())}
+        kept = ", ".join(f"session {one} (checkpoints {[*reversed(at), '…'][:4]})" for one, at in last.items())
+        return f"Kept are the lines of {kept or 'no session'}"
+
+    # -- the archive
+
+    def copy(self) -> History:
+        """Return a history that changes on its own."""
+        lines = {number: line.copy() for number, line in self.lines.items()}
+        return History(lines, dict(self.evicted), Checkpoints(self.gone.runs), set(self.archived))
+
+    def forget(self, archived: Iterable[str], live: Container[str]) -> None:
+        """Groups went to the archive: let go of what nothing refers to any more.
+
+        live: the groups that are not archived.
+        """
+        self.archived |= set(archived)
+        for line in self.lines.values():
+            line.forget(self.archived)
+        drawn = {uid for line in self.lines.values() for draw in line.draws() for uid in draw.uids}
+        self.archived &= drawn
+        self.evicted = {uid: why for uid, why in self.evicted.items() if uid in live or uid in drawn}
+
+    def revive(self, draws: Collection[LineDraw]) -> None:
+        """Groups have left the archive, and the draws that they were in are every line's again."""
+        for line in self.lines.values():
+            known = {(draw.iteration, draw.index) for made in line.made.values() for draw in made}
+            line.revive(draw for draw in draws if (draw.iteration, draw.index) not in known)
+        self.archived -= {uid for draw in draws for uid in draw.uids}

@@ -15,7 +15,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from arrowbank.durable import files
-from arrowbank.durable.layout import ArchiveName, BankPaths, SegmentName
+from arrowbank.durable.layout import ArchiveName, BankPaths, JournalName, SegmentName
 from arrowbank.errors import BankNotFoundError, CorruptManifestError, FormatVersionError, SchemaMismatchError
 from arrowbank.schema import SCHEMA_HASH
 
@@ -51,6 +51,10 @@ class Manifest(_Model):
     files: tuple[ArchiveFile, ...] = ()
     archived_through: int = 0
     """Draws settled by this iteration count may be in the archive."""
+    journal: str = ""
+    """The part of the journal that reading starts with, a snapshot first; empty for the very first part."""
+    carried: tuple[str, ...] = ()
+    """Segments that compaction wrote. One that is not named here was left by a crash and says nothing."""
     retired: dict[str, int] = Field(default_factory=dict)
     """Segments that the archive has taken the place of, with the commit that said so; gone or about to go."""
 
@@ -144,6 +148,12 @@ def _validate(paths: BankPaths, content: dict[str, Any]) -> Manifest:
     for name in manifest.retired:
         if SegmentName.parse(name) is None:
             raise CorruptManifestError(paths.manifest, f"retired: {name!r} is no segment's name", hint=_RESTORE)
+    for name in manifest.carried:
+        parsed = SegmentName.parse(name)
+        if parsed is None or not parsed.is_carried:
+            raise CorruptManifestError(paths.manifest, f"carried: {name!r} is no such segment's name", hint=_RESTORE)
+    if manifest.journal and JournalName.parse(manifest.journal) is None:
+        raise CorruptManifestError(paths.manifest, f"journal: {manifest.journal!r} is no journal's name", hint=_RESTORE)
     for file in manifest.files:
         if ArchiveName.parse(file.name) is None:
             raise CorruptManifestError(paths.manifest, f"files: {file.name!r} is no archive file's name", hint=_RESTORE)

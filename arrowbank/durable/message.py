@@ -20,7 +20,7 @@ import pyarrow as pa
 from arrowbank.columns import Buffer, Columns
 from arrowbank.durable import seal
 
-__all__ = ["HEAD_KEY", "PREFIX", "MessageTemplate", "read_head"]
+__all__ = ["HEAD_KEY", "PREFIX", "MessageTemplate", "build_message", "read_head"]
 
 PREFIX = struct.Struct("<Ii")
 """Continuation marker 0xFFFFFFFF and the header's length in bytes; both 0 mean the end of the stream."""
@@ -39,7 +39,7 @@ class MessageTemplate:
 
     def build(self, columns: Columns, head: dict[str, Any]) -> bytearray:
         """Return the whole message, its seal not yet filled in. Its length is a multiple of 8."""
-        text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
+        text = _text(head)
         size = -(-len(text) // _HEAD_STEP) * _HEAD_STEP
         shape = self._shapes.get(size)
         if shape is None:
@@ -83,6 +83,11 @@ class _Shape:
         message[self.buffers : self.buffers + 16 * self.buffer_count] = places.tobytes()
         message[self.head : self.head + len(head)] = head
         return message
+
+
+def build_message(batch: pa.RecordBatch, head: dict[str, Any]) -> bytearray:
+    """Return the message of a ready batch, its seal not yet filled in; slower than a template, for cold paths."""
+    return _serialise(batch, _text(head))
 
 
 def read_head(message: memoryview) -> dict[str, Any]:
@@ -138,15 +143,24 @@ class _Flatbuffer:
         return found
 
 
-def _one_row_message(schema: pa.Schema, head_bytes: int) -> bytes:
+def _text(head: dict[str, Any]) -> bytes:
+    return json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _one_row_message(schema: pa.Schema, head_bytes: int) -> bytearray:
     """Let pyarrow serialise a batch of one row with all metadata in place."""
     row = pa.RecordBatch.from_arrays([_blank(field.type, 1) for field in schema], schema=schema)
-    metadata = {HEAD_KEY: b" " * head_bytes, seal.KEY: seal.BLANK}  # Flatbuffers puts the last one first
+    return _serialise(row, b" " * head_bytes)
+
+
+def _serialise(batch: pa.RecordBatch, head: bytes) -> bytearray:
+    """Let pyarrow lay a message out; what it puts before (the schema) and after (the end mark) is left off."""
+    metadata = {HEAD_KEY: head, seal.KEY: seal.BLANK}  # Flatbuffers puts the last one first
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema) as stream:
-        stream.write_batch(row, custom_metadata=metadata)
-    stream_bytes: bytes = sink.getvalue().to_pybytes()
-    return stream_bytes[len(schema.serialize()) :]
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch, custom_metadata=metadata)
+    whole = memoryview(sink.getvalue())
+    return bytearray(whole[len(batch.schema.serialize()) : len(whole) - PREFIX.size])
 
 
 def _blank(kind: pa.DataType, length: int) -> pa.Array:

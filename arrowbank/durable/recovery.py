@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from arrowbank.durable.journal import Abandoned, Entry, Sealed, read_journal
+from arrowbank.durable.journal import Entry, Facts, Snapshot, read_journal
 from arrowbank.durable.layout import BankPaths, JournalName, SegmentName
 from arrowbank.durable.line import History
 from arrowbank.durable.manifest import Manifest
 from arrowbank.durable.segment import GroupRef, read_segment
+from arrowbank.durable.snapshot import load_snapshot
 from arrowbank.durable.stream import Damage, Record
+from arrowbank.errors import CorruptRecordError
 
-__all__ = ["State", "read_state"]
+__all__ = ["State", "live_segments", "read_state"]
 
 
 @dataclass(slots=True)
@@ -22,8 +24,11 @@ class State:
     """What is in the files."""
 
     history: History = field(default_factory=History)
+    facts: Facts = field(default_factory=Facts)
     groups: dict[str, GroupRef] = field(default_factory=dict)
     """Live groups by uid, oldest first."""
+    journal_parts: int = 0
+    """Files that the journal was read from."""
     segment_bytes: dict[SegmentName, int] = field(default_factory=dict)
     damage: list[Damage] = field(default_factory=list)
     hidden: list[tuple[Damage, str]] = field(default_factory=list)
@@ -39,40 +44,61 @@ def read_state(paths: BankPaths, manifest: Manifest) -> State:
     journal entry. Damage does not raise: it is listed.
     """
     state = State()
-    abandoned: dict[str, set[range]] = {}
-    expected: dict[str, int] = {}
-    for entry in _journal_entries(paths, manifest, state):
-        if isinstance(entry, Abandoned):
-            abandoned.setdefault(entry.name, set()).add(entry.sequences)
-        elif isinstance(entry, Sealed):
-            expected |= {facts.name: facts.records for facts in entry.facts}
-    for name in paths.segment_names():
-        if str(name) not in manifest.retired:
-            _read_groups(paths, manifest, state, name, abandoned.get(str(name), set()), expected.get(str(name), 0))
+    _read_journals(paths, manifest, state)
+    for name in live_segments(paths, manifest):
+        _read_groups(paths, manifest, state, name)
     return state
 
 
-def _journal_entries(paths: BankPaths, manifest: Manifest, state: State) -> list[Entry]:
-    """Fold all journals into the history; return their entries."""
-    parts: list[tuple[JournalName, list[tuple[int, Entry]]]] = []
+def live_segments(paths: BankPaths, manifest: Manifest) -> list[SegmentName]:
+    """Return the segments that count: not retired, and carried ones only when the manifest names them."""
+    carried = set(manifest.carried)
+    return [
+        name for name in paths.segment_names()
+        if str(name) not in manifest.retired and (not name.is_carried or str(name) in carried)
+    ]  # fmt: skip
+
+
+def _read_journals(paths: BankPaths, manifest: Manifest, state: State) -> None:
+    """Fold the journals, from the base on, into history and facts."""
+    base = JournalName.parse(manifest.journal)
+    parts: list[tuple[JournalName, list[tuple[Record, Entry]]]] = []
     for name in paths.journal_names():
+        if base is not None and name < base:
+            continue
         entries, damage = read_journal(paths, name, manifest.bank_id)
         state.damage += damage
-        hiding = (place for place in damage if not place.torn and place.lost != 0)
+        hiding = [place for place in damage if not place.torn and place.lost != 0]
         state.hidden += [(place, _iterations_around(place, entries)) for place in hiding]
-        parts.append((name, [(found.sequence, entry) for found, entry in entries]))
-    phantom: dict[str, list[range]] = {}
-    for _, numbered in parts:
-        for _, entry in numbered:
-            if isinstance(entry, Abandoned):
-                phantom.setdefault(entry.name, []).append(entry.sequences)
-    counted = []
-    for name, numbered in parts:
-        for sequence, entry in numbered:
-            if not any(sequence in sequences for sequences in phantom.get(str(name), ())):
+        state.journal_parts += 1
+        parts.append((name, entries))
+    if base is not None:
+        _load_base(base, parts, state)
+    for _, entries in parts:
+        for _, entry in entries:
+            state.facts.add(entry)
+    for name, entries in parts:
+        for record, entry in entries:
+            if not isinstance(entry, Snapshot) and state.facts.counts(str(name), record.sequence):
                 state.history.apply(name.session, entry)
-                counted.append(entry)
-    return counted
+
+
+def _load_base(base: JournalName, parts: list[tuple[JournalName, list[tuple[Record, Entry]]]], state: State) -> None:
+    """Start from the snapshot that the manifest names. Without it, all that it summed up is hidden."""
+    entries = next((entries for name, entries in parts if name == base), [])
+    record, first = entries[0] if entries else (None, None)
+    if record is not None and isinstance(first, Snapshot):
+        try:
+            state.history, state.facts = load_snapshot(first)
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise CorruptRecordError(
+                str(base), f"the seal matches, but this is no snapshot ({error!r})", offset=record.offset
+            ) from error
+        return
+    missing = Damage(str(base), 0, 0, "the snapshot that the journal starts with cannot be read", torn=False)
+    if not any(damage.name == str(base) for damage, _ in state.hidden):
+        state.damage.append(missing)
+    state.hidden.insert(0, (missing, "at any iteration"))
 
 
 def _iterations_around(damage: Damage, entries: list[tuple[Record, Entry]]) -> str:
@@ -84,15 +110,14 @@ def _iterations_around(damage: Damage, entries: list[tuple[Record, Entry]]) -> s
     return f"{first}, up to {after[0]}," if after else first
 
 
-def _read_groups(
-    paths: BankPaths, manifest: Manifest, state: State, name: SegmentName, abandoned: set[range], expected: int
-) -> None:
+def _read_groups(paths: BankPaths, manifest: Manifest, state: State, name: SegmentName) -> None:
     found, data = read_segment(paths.segments / str(name), manifest.bank_id)
     state.segment_bytes[name] = len(data)
     state.damage += found.damage
-    counted = [record for record in found.records if not any(record.sequence in gone for gone in abandoned)]
-    written = max(expected, len(found.records) + found.missing)
-    given_up = sum(len(range(gone.start, min(gone.stop, written))) for gone in abandoned)
+    counted = [record for record in found.records if state.facts.counts(str(name), record.sequence)]
+    written = max(state.facts.records.get(str(name), 0), len(found.records) + found.missing)
+    abandoned = state.facts.abandoned.get(str(name), ())
+    given_up = len({sequence for gone in abandoned for sequence in range(gone.start, min(gone.stop, written))})
     if written - given_up > len(counted):
         state.lost[str(name)] = written - given_up - len(counted)
     for record in counted:

@@ -30,9 +30,10 @@ class GroupRef:
     """Mapped, for groups that were read; None for those that this session appended."""
 
     @property
-    def age(self) -> tuple[SegmentName, int]:
-        """Orders groups by when they were finished, oldest first."""
-        return self.segment, self.sequence
+    def age(self) -> tuple[int, int, int, int]:
+        """Orders groups by when they were finished, oldest first, wherever they have been carried to since."""
+        session = self.head.get("session", self.segment.session)
+        return session, self.head.get("at", 0), self.segment.iteration, self.sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,15 +46,19 @@ class StreamWriter:
         self._binding = binding(bank_id, path.name)
 
     @classmethod
-    def create(cls, path: Path, tmp: Path, bank_id: str, schema: pa.Schema) -> StreamWriter:
-        """Create the stream with its schema. Durability: on return the file is there after a power loss."""
+    def create(cls, path: Path, tmp: Path, bank_id: str, schema: pa.Schema, *, publish: bool = True) -> StreamWriter:
+        """Create the stream with its schema. Durability: on return the file is there after a power loss.
+
+        Without ``publish`` it stays under ``tmp`` until ``finish``.
+        """
         header = schema.serialize().to_pybytes()
         unfinished = tmp / path.name
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             files.write_at(descriptor, [header, _ZEROS], 0)
             os.fsync(descriptor)
-            files.publish(unfinished, path)
+            if publish:
+                files.publish(unfinished, path)
         except BaseException:
             os.close(descriptor)
             unfinished.unlink(missing_ok=True)
@@ -85,6 +89,12 @@ class StreamWriter:
             self.poisoned = True
             raise
         self.offset, self.records = end, self.records + len(messages)
+
+    def finish(self) -> None:
+        """Mark the end and sync all of it: a whole file, for its owner to publish."""
+        files.write_at(self._descriptor, [_END], self.offset)
+        os.fsync(self._descriptor)
+        self.close()
 
     def close(self) -> None:
         """Mark the end, unless the file failed. Not synced: a stream is as valid without the mark."""

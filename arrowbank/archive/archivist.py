@@ -1,0 +1,143 @@
+"""What one session archives: decides under the bank's lock, works in the background, and lets go of what is archived.
+
+It alone joins the session's ledger with the archive. Locks: ``lock`` is the bank's; the store and the compactor's
+thread are used without it, but for the moments in which the ledger is looked at or changed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from arrowbank.archive import compaction, revival
+from arrowbank.archive.carry import Carried
+from arrowbank.archive.compaction import Made, Task
+from arrowbank.archive.compactor import Compactor
+from arrowbank.archive.store import ArchiveStore, Change
+from arrowbank.durable.appender import Appender
+from arrowbank.durable.journal import Facts, Journal, Snapshot
+from arrowbank.durable.layout import JournalName
+from arrowbank.durable.ledger import Ledger
+from arrowbank.durable.line import History
+from arrowbank.durable.recovery import read_state
+from arrowbank.durable.snapshot import make_snapshot
+
+__all__ = ["Archivist"]
+
+MAX_JOURNAL_PARTS = 16
+"""At open, a journal of more files than this is summed up in one: sessions that never got to a checkpoint leave one
+each."""
+
+
+class Archivist:
+    """Archives for one session."""
+
+    def __init__(
+        self,
+        store: ArchiveStore,
+        ledger: Ledger,
+        journal: Journal,
+        appender: Appender,
+        *,
+        lock: threading.RLock,
+        check_fence: Callable[[], None],
+        on_freed: Callable[[], None],
+    ) -> None:
+        self.store = store
+        self._ledger, self._journal, self._appender = ledger, journal, appender
+        self._lock = lock
+        self._check_fence = check_fence
+        self._on_freed = on_freed
+        self.compactor = Compactor(
+            store, plan=self._plan, roll=self._roll, forget=self._forget, check_fence=check_fence
+        )
+
+    def horizon(self, keep_checkpoints: int) -> int:
+        """The checkpoint up to which settled draws go to the archive: the oldest of those kept."""
+        newest = self._ledger.line.checkpoints.newest(keep_checkpoints)
+        return newest[-1] if len(newest) == keep_checkpoints else 0
+
+    def sum_up(self) -> None:
+        """Make one file of a journal that has become many. At open, before anything else is written."""
+        state = self._ledger.state
+        if state.journal_parts > MAX_JOURNAL_PARTS and not state.hidden:
+            self.store.commit(Change(), lambda: self._journal.roll(self._snapshot(state.history, ())))
+
+    def revive(self, iteration: int) -> None:
+        """Bring rows that a restore of ``iteration`` rolls back out of the archive; the ledger reads them anew.
+
+        Durability: one commit. Raises ReplayUnavailableError, CorruptionError, FencedError, OSError; then nothing has
+        changed.
+        """
+        made = revival.prepare(self.store, self._ledger.state.history, iteration)
+        history = self._ledger.state.history.copy()
+        history.revive(made.draws)
+        change = Change(
+            file=made.file,
+            replaced=made.replaced,
+            carried=tuple(carried.name for carried in made.carried),
+            archived_through=iteration,
+        )
+        self.store.commit(change, lambda: self._journal.roll(self._snapshot(history, made.carried)))
+        self._ledger.reload(read_state(self.store.paths, self.store.manifest))
+
+    # -- what the compactor asks
+
+    def _plan(self, settled_by: int) -> Task | None:
+        """Tell the compactor what is finished."""
+        with self._lock:
+            self._check_fence()
+            # In this order: a segment that was made before the first look and is not active at the second one gets
+            # no more groups, and those it has got are among the arrivals.
+            state = self._ledger.state
+            made = {*state.segment_bytes, *self._appender.sizes.copy()}
+            active = self._appender.active_names()
+            self._ledger.take_arrivals()
+            return compaction.plan(
+                self.store.paths.root,
+                self.store.manifest.bank_id,
+                state,
+                settled_by,
+                [name for name in made if str(name) not in active],
+                self.store.target(),
+                session=self.store.session,
+                number=self.store.next_number(),
+            )
+
+    def _roll(self, task: Task, made: Made) -> JournalName:
+        """Begin a new part of the journal, without what the task archives."""
+        with self._lock:
+            self._ledger.take_arrivals()
+            history = self._ledger.state.history.copy()
+            history.forget(task.fates, self._ledger.state.groups.keys() - task.fates.keys())
+            return self._journal.roll(self._snapshot(history, made.carried, set(map(str, task.segments))))
+
+    def _forget(self, task: Task, made: Made) -> None:
+        """Let go of what is archived now."""
+        with self._lock:
+            state = self._ledger.state
+            self._ledger.take_arrivals()
+            for uid in task.fates:
+                state.groups.pop(uid, None)
+            for name in task.segments:
+                state.segment_bytes.pop(name, None)
+                self._appender.sizes.pop(name, None)
+            for carried in made.carried:
+                state.segment_bytes[carried.name] = carried.nbytes
+                state.groups |= {group.uid: group for group in carried.groups}
+            state.history.forget(task.fates, state.groups)
+            self._on_freed()
+
+    def _snapshot(
+        self, history: History, carried: tuple[Carried, ...], leaving: set[str] | None = None
+    ) -> Callable[[Facts], Snapshot]:
+        """Return what sums up a history, with the facts of segments that stay."""
+        there = {*self._ledger.state.segment_bytes, *self._appender.sizes.copy()}
+        names = {str(name) for name in there} - (leaving or set())
+
+        def snapshot(facts: Facts) -> Snapshot:
+            kept = facts.of(names)
+            kept.records |= {str(segment.name): len(segment.groups) for segment in carried}
+            return make_snapshot(history, kept)
+
+        return snapshot

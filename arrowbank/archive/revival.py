@@ -1,0 +1,213 @@
+"""Restoring below the archive's horizon: rolled-back rows leave the Parquet files and become live records again.
+
+One commit: the files that hold such rows are replaced by one with their other rows, the rolled-back groups are written
+to carried segments, the draws that they were in are every line's again, and the manifest says all of it at once.
+Evicted rows stay: evictions hold on every line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from arrowbank import details
+from arrowbank.archive.carry import Carried, CarryWriter
+from arrowbank.archive.merging import Source, merge
+from arrowbank.archive.rows import narrow
+from arrowbank.archive.store import ArchiveStore
+from arrowbank.durable.layout import CARRY, SegmentName
+from arrowbank.durable.line import History, LineDraw
+from arrowbank.durable.manifest import ArchiveFile
+from arrowbank.errors import ReplayUnavailableError
+
+__all__ = ["Revival", "prepare"]
+
+_COLUMNS = [
+    "group_uid", "member_index", "consumed_iteration", "consumed_draw", "consumed_position", "draw_size",
+    "draw_session", "span", "draw_state",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Revival:
+    """What has been made under tmp/, for one commit."""
+
+    iteration: int
+    replaced: tuple[str, ...]
+    """Files of the archive that the commit takes out."""
+    file: ArchiveFile | None
+    """With the rows of these that stay."""
+    carried: tuple[Carried, ...]
+    draws: tuple[LineDraw, ...]
+    """What has left the archive."""
+
+
+def prepare(store: ArchiveStore, history: History, iteration: int) -> Revival:
+    """Make what a restore of ``iteration`` needs. Nothing of the bank is changed yet.
+
+    Memory: a row group and a portion of output, however much comes back.
+    Raises ReplayUnavailableError, naming the iterations, when a draw's rows are not all there; CorruptionError;
+    OSError.
+    """
+    affected = list(_affected(store, iteration))
+    draws = _draws(affected)
+    _require_whole(draws, history, iteration)
+    replaced = tuple(source.file.name for source, _ in affected)
+    carried = _carry(store, affected)
+    file = merge([source for source, _ in affected], store.target())
+    return Revival(iteration, replaced, file, carried, tuple(draw for draw, _ in draws.values()))
+
+
+def _affected(store: ArchiveStore, iteration: int) -> Iterator[tuple[Source, pa.Table]]:
+    """Yield the files that hold rolled-back rows, and what these say of their draws."""
+    directory = store.paths.version(store.manifest.version)
+    for file in store.manifest.files:
+        path = directory / file.name
+        table = _rolled_back(path, iteration)
+        if table.num_rows:
+            keep = np.ones(file.rows, np.bool_)
+            keep[table["row"].to_numpy()] = False
+            yield Source(path, file, keep), table
+
+
+def _rolled_back(path: Path, iteration: int) -> pa.Table:
+    """Read the draws' columns of the rows whose training ends after ``iteration``."""
+    source = pq.ParquetFile(path, page_checksum_verification=True)
+    found, first = [], 0
+    for index in range(source.num_row_groups):
+        count = source.metadata.row_group(index).num_rows
+        if _may_end_after(source.metadata.row_group(index), iteration):
+            rows = source.read_row_group(index, columns=_COLUMNS)
+            ends = rows["consumed_iteration"].fill_null(0).to_numpy() + rows["span"].fill_null(0).to_numpy()
+            at = np.flatnonzero((ends > iteration) & rows["consumed_iteration"].is_valid().to_numpy())
+            found.append(rows.take(at).append_column("row", pa.array(first + at)))
+        first += count
+    empty = pa.table({name: [] for name in ("row", *_COLUMNS)})
+    return pa.concat_tables(found) if found else empty
+
+
+def _may_end_after(group: Any, iteration: int) -> bool:
+    """Whether a row group may hold rows whose training ends after ``iteration``, by its statistics."""
+    latest = 0
+    for column in range(group.num_columns):
+        chunk = group.column(column)
+        if chunk.path_in_schema in ("consumed_iteration", "span"):
+            if not chunk.is_stats_set:
+                return True
+            if chunk.statistics.null_count == group.num_rows:
+                return False
+            latest += chunk.statistics.max
+    return latest > iteration
+
+
+def _draws(affected: list[tuple[Source, pa.Table]]) -> dict[tuple[int, int], tuple[LineDraw, int]]:
+    """Return each rolled-back draw, with those of its groups that were found, and how many it had."""
+    members: dict[tuple[int, int], dict[int, str]] = {}
+    facts: dict[tuple[int, int], dict[str, Any]] = {}
+    for _, table in affected:
+        for row in table.to_pylist():
+            key = row["consumed_iteration"], row["consumed_draw"]
+            members.setdefault(key, {})[row["consumed_position"]] = row["group_uid"]
+            known = facts.setdefault(key, row)
+            if row["draw_state"] is not None:
+                known["draw_state"] = row["draw_state"]
+    draws = {}
+    for key, row in sorted(facts.items()):
+        uids = tuple(members[key][position] for position in sorted(members[key]))
+        draw = LineDraw(key[0], uids, row["span"], row["draw_state"], row["draw_session"], key[1])
+        draws[key] = draw, row["draw_size"]
+    return draws
+
+
+def _require_whole(draws: dict[tuple[int, int], tuple[LineDraw, int]], history: History, iteration: int) -> None:
+    """Raise unless every draw is there with all its groups, in the archive or in what the journal still says of it."""
+    known = {(draw.iteration, draw.index): draw for line in history.lines.values() for draw in line.draws()}
+    missing = set()
+    for key, (draw, size) in draws.items():
+        if key in known:
+            whole = not {uid for uid in known[key].uids if uid in history.archived} - set(draw.uids)
+        else:
+            whole = len(draw.uids) == size
+        if not whole:
+            missing.add(draw.iteration)
+    if missing:
+        raise ReplayUnavailableError(
+            f"restore({iteration}): of draws at iterations {sorted(missing)} not all rows are in the archive any more, "
+            "so they cannot be replayed; restore a later checkpoint. Nothing was changed"
+        )
+
+
+def _carry(store: ArchiveStore, affected: list[tuple[Source, pa.Table]]) -> tuple[Carried, ...]:
+    def name(iteration: int) -> SegmentName:
+        return SegmentName(store.session, iteration, store.next_number(), CARRY)
+
+    writer = CarryWriter(store.paths, store.tmp, store.manifest.bank_id, name)
+    try:
+        for source, _ in affected:
+            assert source.keep is not None
+            last = None
+            for rows, batch in _wanted(source.path, ~source.keep):
+                iteration = rows["consumed_iteration"][0].as_py()
+                if iteration != last:
+                    writer.may_cut()
+                    last = iteration
+                writer.add(batch, _head(rows))
+        writer.finish()
+    finally:
+        writer.close()
+    return tuple(writer.done)
+
+
+def _wanted(path: Path, wanted: NDArray[np.bool_]) -> Iterator[tuple[pa.Table, pa.RecordBatch]]:
+    """Yield each group that is wanted: its rows, and these as its record has them."""
+    source = pq.ParquetFile(path, page_checksum_verification=True)
+    first = 0
+    for index in range(source.num_row_groups):
+        count = source.metadata.row_group(index).num_rows
+        at = np.flatnonzero(wanted[first : first + count])
+        first += count
+        if len(at):
+            rows = source.read_row_group(index).take(at)
+            lean = narrow(rows).combine_chunks()
+            uids = rows["group_uid"].to_numpy()
+            edges = [0, *(np.flatnonzero(uids[1:] != uids[:-1]) + 1).tolist(), len(uids)]
+            for start, stop in pairwise(edges):
+                (batch,) = lean.slice(start, stop - start).to_batches()
+                yield rows.slice(start, stop - start), batch
+
+
+def _head(rows: pa.Table) -> dict[str, Any]:
+    """Make a record's head again of a group's rows."""
+    row = rows.select(_HEAD_COLUMNS).slice(0, 1).to_pylist()[0]
+    problems = set(rows["problem_id"].to_pylist()) if row["group_size"] else set()
+    envs = [env for env in rows["env_id"].to_pylist() if env]
+    head: dict[str, Any] = {
+        "uid": row["group_uid"],
+        "iteration": row["collected_iteration"],
+        "env": envs[0] if envs else "",
+        "split": row["split"],
+        "size": row["group_size"],
+        "problem": problems.pop() if len(problems) == 1 else None,
+    }
+    head |= {name: row[name] for name in ("batch_id", "index_in_batch") if row[name]}
+    if row["group_extra"] is not None:
+        head["extra"] = details.load(row["group_extra"])
+    if row["source_index"] is not None:
+        head["source_index"] = row["source_index"]
+    head["at"] = rows["completed_at"][0].cast(pa.int64()).as_py()
+    head["session"] = row["session"]
+    return head
+
+
+_HEAD_COLUMNS = [
+    "group_uid", "collected_iteration", "split", "group_size", "batch_id", "index_in_batch", "group_extra",
+    "source_index", "session",
+]  # fmt: skip
