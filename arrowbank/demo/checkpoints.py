@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from arrowbank.demo.policy import Adam, Policy
 
-__all__ = ["ModelState", "load_newest", "roll_back", "same_bits", "save"]
+__all__ = ["NO_SESSION", "ModelState", "load_newest", "roll_back", "same_bits", "save"]
 
 KEPT = 4
 """More than a bank keeps replayable at once, so that the oldest one lies below its archive's horizon."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from arrowbank.bank import RolloutBank
 from arrowbank.demo import checkpoints, progress
-from arrowbank.demo.checkpoints import ModelState
+from arrowbank.demo.checkpoints import NO_SESSION, ModelState
 from arrowbank.demo.environments import ENVIRONMENTS, Environment, Sampler
 from arrowbank.demo.generator_log import GeneratorLog, Resume
 from arrowbank.demo.grpo import mean_reward, train_step
@@ -180,7 +180,7 @@ def main() -> None:
 
 def _restore(bank: RolloutBank, model: ModelState) -> Restored:
     """Go on with the line that this very model checkpoint was trained on, whatever other sessions recorded since."""
-    return bank.restore(model.iteration)
+    return bank.restore(model.iteration, session=None if model.session == NO_SESSION else model.session)
 
 
 def _indices_after(restored: Restored | None, model: ModelState) -> SourceIndices:
