@@ -240,12 +240,19 @@ class RolloutBank:
         if self._ledger.is_used:
             self._renew_session()
             self._ledger.check_restore(iteration, session, accept_damage=accept_damage)
+        revived = 0
         if iteration < self._store.manifest.archived_through:
-            self._archivist.revive(iteration)
+            revived = self._archivist.revive(iteration)
         self._ledger.restore(iteration, mode, session)
         self._iteration = iteration
         seconds = self._open_seconds + time.monotonic() - started
-        return hand_back(self._ledger.state, self._ledger.line, live_bytes=self.live_bytes, seconds=seconds)
+        return hand_back(
+            self._ledger.state,
+            self._ledger.line,
+            live_bytes=self.live_bytes,
+            revived_groups=revived,
+            seconds=seconds,
+        )
 
     def _renew_session(self) -> None:
         """Close the session and begin the next one. A failure closes the handle."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
+import operator
+import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from arrowbank.codec import StoredGroup
 from arrowbank.durable.line import Line, LineDraw
 from arrowbank.durable.recovery import State
 from arrowbank.durable.segment import GroupRef, describe, load_rollouts
-from arrowbank.types import GroupQueuesPerEnv, RolloutGroup
+from arrowbank.types import EnvId, GroupQueuesPerEnv, RolloutGroup
 
 __all__ = ["BankStats", "Draw", "RestoreReport", "Restored", "hand_back"]
 
@@ -37,33 +40,54 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What a restore found, as the files stood at open."""
+    """What a restore found, as the files stood at open. Prints as five lines."""
 
+    iteration: int
+    """The restored checkpoint."""
+    session: int
+    """The session that the restore began."""
+    parent: int | None
+    """The session whose line it went on from; None on a bank without any."""
+    recorded: bool
+    """Whether ``checkpoint`` was called for the restored checkpoint; otherwise its line was inferred."""
     draws: int
     planned_groups: int
     pending_groups: int
+    revived_groups: int
+    """Groups that left the archive for this restore."""
     nbytes: int
     """Of live segments."""
-    damage: tuple[str, ...]
-    """One line for each damaged place: file, offset, what."""
-    lost_records: int
-    """Records that were acknowledged and cannot be read."""
     seconds: float
     """Of opening and restoring."""
-    recorded: bool = True
-    """Whether ``checkpoint`` was called for the restored checkpoint; otherwise its line was inferred."""
+    torn: tuple[str, ...]
+    """One line for each unfinished tail, as a kill leaves it: file, offset, what."""
+    corrupt: tuple[str, ...]
+    """One line for each otherwise damaged place."""
+    lost_records: int
+    """Records that were acknowledged and cannot be read."""
+    lost_groups: int
+    """Groups of planned draws that cannot be given back: damaged, or evicted since."""
+
+    @property
+    def damage(self) -> tuple[str, ...]:
+        """All damaged places."""
+        return self.torn + self.corrupt
 
     def __str__(self) -> str:
-        lines = [
-            f"replay: {self.draws} draws, {self.planned_groups} groups",
-            f"pending: {self.pending_groups} groups",
-            f"read: {self.nbytes:,} bytes in {self.seconds:.2f} s",
-            f"damage: {'; '.join(self.damage) or 'none'}",
-            f"lost: {self.lost_records} records",
-        ]
-        if not self.recorded:
-            lines.append("no session recorded this checkpoint: took the newest line that may have got to it")
-        return "\n".join(lines)
+        line = "an empty bank" if self.parent is None else f"the line of session {self.parent}"
+        inferred = "" if self.recorded else "; no session recorded this checkpoint: the line was inferred"
+        lost = f", {self.lost_groups} more are lost" if self.lost_groups else ""
+        revived = f"; {self.revived_groups} groups came back from the archive" if self.revived_groups else ""
+        places = f": {'; '.join(self.damage)}" if self.damage else ""
+        return "\n".join(
+            [
+                f"checkpoint {self.iteration} on {line}, now session {self.session}{inferred}",
+                f"replay: {self.draws} draws, {self.planned_groups} groups{lost}",
+                f"pending: {self.pending_groups} groups",
+                f"read: {self.nbytes:,} bytes in {self.seconds:.2f} s{revived}",
+                f"damage: {len(self.torn)} torn, {len(self.corrupt)} corrupt, {self.lost_records} records lost{places}",
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +102,37 @@ class Restored:
     source_indices: frozenset[int]
     """Which prompts of their source the planned and the pending groups came from: no need to generate these again."""
     report: RestoreReport
+    _ages: dict[str, tuple[int, str | None]] = field(default_factory=dict, repr=False, compare=False)
+    """Pending group → its rank by age, and its problem where its rollouts agree on one."""
+    _taking: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def take(self, n: int = 1, *, env_id: EnvId | None = None, problem_id: str | None = None) -> list[RolloutGroup]:
+        """Take up to ``n`` pending groups, oldest first, each once: they leave ``pending``.
+
+        env_id, problem_id: only groups of that environment, of that problem. For trainers that own their loop and ask
+        for the groups of particular prompts; generate what is missing.
+
+        Durability: nothing is recorded; that is ``mark_consumed``. A group taken and not drawn is pending again after
+        the next restore. Thread-safe.
+        """
+        n = operator.index(n)
+        if n < 0:
+            raise ValueError(f"take({n}): a number of groups, 0 or more")
+        with self._taking:
+            queues = self.pending.values() if env_id is None else [self.pending.get(env_id, deque())]
+            matching = [
+                group
+                for queue in queues
+                for group in queue
+                if problem_id is None or self._ages[str(group.uid)][1] == problem_id
+            ]
+            taken = heapq.nsmallest(n, matching, key=lambda group: self._ages[str(group.uid)])
+            gone = {id(group) for group in taken}
+            for queue in queues if taken else ():
+                left = [group for group in queue if id(group) not in gone]
+                queue.clear()
+                queue.extend(left)
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,34 +157,42 @@ class BankStats:
     """Why the last background compaction failed; None when it did not."""
 
 
-def hand_back(state: State, line: Line, *, live_bytes: int, seconds: float) -> Restored:
+def hand_back(state: State, line: Line, *, live_bytes: int, revived_groups: int, seconds: float) -> Restored:
     """Return what a line, just resumed, says of the groups that are there."""
     draws = [_draw(state, line, draw) for draw in line.plan()]
     handed = {group.uid for draw in draws for group in draw.groups}
     pending: GroupQueuesPerEnv = {}
+    ages: dict[str, tuple[int, str | None]] = {}
     for uid, ref in sorted(state.groups.items(), key=lambda item: item[1].age):
         if ref.head["split"] == "train" and uid not in state.history.evicted and line.find(uid) is None:
             pending.setdefault(ref.head["env"], deque()).append(_stored(ref))
+            ages[uid] = len(ages), ref.head["problem"]
             handed.add(uid)
     sources = (ref.head.get("source_index") for uid, ref in state.groups.items() if uid in handed)
     report = RestoreReport(
+        iteration=line.resumed,
+        session=line.session,
+        parent=line.parent,
+        recorded=not line.resumed or line.resumed in line.checkpoints,
         draws=len(draws),
         planned_groups=sum(len(draw.groups) for draw in draws),
-        pending_groups=sum(map(len, pending.values())),
+        pending_groups=len(ages),
+        revived_groups=revived_groups,
         nbytes=live_bytes,
-        damage=tuple(map(describe, state.damage)),
-        lost_records=sum(state.lost.values()),
         seconds=seconds,
-        recorded=not line.resumed or line.resumed in line.checkpoints,
+        torn=tuple(describe(damage) for damage in state.damage if damage.torn),
+        corrupt=tuple(describe(damage) for damage in state.damage if not damage.torn),
+        lost_records=sum(state.lost.values()),
+        lost_groups=sum(len(draw.lost) for draw in draws),
     )
-    return Restored(line.resumed, draws, pending, frozenset(at for at in sources if at is not None), report)
+    return Restored(line.resumed, draws, pending, frozenset(at for at in sources if at is not None), report, ages)
 
 
 def _draw(state: State, line: Line, draw: LineDraw) -> Draw:
     there = [uid for uid in draw.uids if uid in state.groups and uid not in state.history.evicted]
     return Draw(
         iteration=draw.iteration,
-        index=line.planned[draw.iteration].index(draw),
+        index=draw.index,
         span=draw.span,
         offset=max(line.resumed - draw.iteration, 0),
         groups=[_stored(state.groups[uid]) for uid in there],

@@ -29,10 +29,13 @@ class Run:
         self.history = History()
         self.session = 0
 
-    def restore(self, iteration: int, mode: str = "replay") -> Line:
+    def restore(
+        self, iteration: int, mode: str = "replay", *, session: int | None = None, lost: Sequence[str] = ()
+    ) -> Line:
         """A kill, and a new session that restores."""
         self.session += 1
-        self.history.apply(self.session, Restored(iteration, mode, self.history.parent_of(iteration)))
+        parent = self.history.parent_of(iteration, session)
+        self.history.apply(self.session, Restored(iteration, mode, parent, tuple(lost)))
         return self.line
 
     @property
@@ -168,7 +171,7 @@ def test_a_draw_that_the_checkpoint_cuts_is_settled_with_a_shorter_span_in(mode:
     line = run.restore(5, mode)
     assert seen(run) == ("a", [], "")
     (made,) = line.made[4]
-    assert (made.span, made.own, run.history.evicted) == (1, False, {})
+    assert (made.span, line.owns(made), run.history.evicted) == (1, False, {})
 
 
 # -- which line
@@ -218,11 +221,11 @@ def test_a_checkpoint_lets_go_of_other_lines_and_never_mixes_them() -> None:
     run.checkpoint(3)
     assert run.history.parent_of(3) == 2
     for gone in (4, 5):
-        with pytest.raises(HistoryGoneError, match=rf"checkpoint {gone} .*restore one of \[0, 1, 2, 3\]"):
+        with pytest.raises(HistoryGoneError, match=rf"checkpoint {gone} was recorded by session 1.*checkpoints 1, 2, 3"):
             run.history.parent_of(gone)
 
 
-def test_a_checkpoint_of_a_line_let_go_is_taken_on_a_line_that_reached_it_again() -> None:
+def test_a_checkpoint_of_a_line_let_go_is_gone_until_a_kept_line_records_it_or_a_session_is_named() -> None:
     run = Run()
     run.restore(0)
     for at, uid in enumerate("abc"):
@@ -231,9 +234,53 @@ def test_a_checkpoint_of_a_line_let_go_is_taken_on_a_line_that_reached_it_again(
     run.restore(1)
     run.draws(draw("d", 1))
     run.checkpoint(2)
-    run.draws(draw("e", 2))  # killed between model save 3 and checkpoint(3)
-    run.restore(3)
+    run.draws(draw("e", 2))  # killed between model save 3 and checkpoint(3); session 1 recorded a checkpoint 3 too
+    with pytest.raises(HistoryGoneError, match=r"recorded by session 1.*restore\(3, session=…\)"):
+        run.history.parent_of(3)
+    run.restore(3, session=2)
     assert seen(run) == ("ade", [], "bcf")
+    run.restore(2)
+    run.draws(draw("e", 2))
+    run.checkpoint(3)
+    assert run.history.parent_of(3) == run.session
+
+
+def test_a_named_session_takes_the_newest_line_with_its_draws_up_to_the_checkpoint() -> None:
+    run = Run()
+    run.restore(0)
+    run.draws(draw("a", 0))
+    run.checkpoint(1)
+    run.restore(1)  # session 2
+    run.draws(draw("b", 1))
+    run.restore(0)  # session 3 draws something else at 0
+    run.draws(draw("c", 0), draw("d", 1))
+    assert (run.history.parent_of(1, 1), run.history.parent_of(1, 3)) == (2, 3)
+    assert (run.history.parent_of(2, 2), run.history.parent_of(2, 3)) == (2, 3)
+    run.restore(1, session=1)  # session 4
+    assert seen(run) == ("a", [(1, "b")], "cdef")
+    assert run.history.parent_of(1, 1) == 4
+    assert run.history.parent_of(2, 2) == 2
+
+
+def test_a_checkpoint_at_or_below_what_the_named_session_restored_means_its_very_line() -> None:
+    run = Run()
+    run.restore(0)
+    run.draws(draw("a", 0))
+    run.restore(0)
+    run.draws(draw("b", 0))
+    assert (run.history.parent_of(0), run.history.parent_of(0, 1)) == (2, 1)
+
+
+def test_naming_a_session_that_was_let_go_of_or_never_was_is_an_error_that_says_what_is_kept() -> None:
+    run = Run()
+    run.restore(0)
+    run.draws(draw("a", 0), draw("b", 1))
+    run.restore(0)
+    run.draws(draw("c", 0))
+    run.checkpoint(1)
+    for gone in (1, 9):
+        with pytest.raises(HistoryGoneError, match=rf"session {gone} is not kept.*lines of session 2"):
+            run.history.parent_of(2, gone)
 
 
 # -- what drawing does to the plan

@@ -85,7 +85,8 @@ def test_a_damaged_record_costs_that_record_and_is_told(tmp_path: Path, hit: int
         (told,) = restored.report.damage
         assert f"{segment.name} at byte {edges[hit]}: corrupt" in told
         assert restored.report.lost_records == 1
-        assert f"lost: {1} records" in str(restored.report)
+        assert "0 torn, 1 corrupt, 1 records lost" in str(restored.report)
+        assert len(str(restored.report).splitlines()) == 5
 
 
 def test_records_that_the_journal_says_were_there_are_lost_though_the_file_ends_cleanly(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ class Archivist:
         if state.journal_parts > MAX_JOURNAL_PARTS and not state.hidden:
             self.store.commit(Change(), lambda: self._journal.roll(self._snapshot(state.history, ())))
 
-    def revive(self, iteration: int) -> None:
-        """Bring rows that a restore of ``iteration`` rolls back out of the archive; the ledger reads them anew.
+    def revive(self, iteration: int) -> int:
+        """Bring groups that a restore of ``iteration`` rolls back out of the archive; return how many.
 
         Durability: one commit. Raises ReplayUnavailableError, CorruptionError, FencedError, OSError; then nothing has
         changed.
@@ -80,6 +80,7 @@ class Archivist:
         )
         self.store.commit(change, lambda: self._journal.roll(self._snapshot(history, made.carried)))
         self._ledger.reload(read_state(self.store.paths, self.store.manifest))
+        return sum(len(carried.groups) for carried in made.carried)
 
     # -- what the compactor asks
 

@@ -446,9 +446,12 @@ class History:
         return session
 
     def _ways_out(self) -> str:
-        last = {number: line.checkpoints.newest(3) for number, line in sorted(self.lines.items())}
-        kept = ", ".join(f"session {one} (checkpoints {[*reversed(at), '…'][:4]})" for one, at in last.items())
-        return f"Kept are the lines of {kept or 'no session'}"
+        kept = []
+        for number, line in sorted(self.lines.items()):
+            newest = line.checkpoints.newest(4)
+            shown = [*(["…"] if len(newest) > 3 else []), *map(str, reversed(newest[:3]))]
+            kept.append(f"session {number} (checkpoints {', '.join(shown) or 'none'})")
+        return f"Kept are the lines of {', '.join(kept) or 'no session'}"
 
     # -- the archive
 
