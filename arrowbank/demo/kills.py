@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from arrowbank.demo import progress
+from arrowbank.demo.checkpoints import KEPT
 from arrowbank.demo.progress import Progress
 
 __all__ = ["ANYTIME", "FEWEST_CHECKPOINTS", "Kill", "KillSchedule", "plan_kills", "with_rollback"]
@@ -17,7 +18,7 @@ __all__ = ["ANYTIME", "FEWEST_CHECKPOINTS", "Kill", "KillSchedule", "plan_kills"
 ANYTIME = "anytime"
 LONGEST_DELAY_S = 0.1
 """Of a kill at any time: a part of one iteration."""
-FEWEST_CHECKPOINTS = 3
+FEWEST_CHECKPOINTS = KEPT - 1
 """Before a rollback. By default a bank archives what the second newest holds, so the oldest one is below that."""
 
 
@@ -79,8 +80,8 @@ def with_rollback(kills: list[Kill], *, iterations: int, checkpoint_every: int, 
     back = max(checkpoint_every, (iteration // checkpoint_every - FEWEST_CHECKPOINTS) * checkpoint_every)
     in_replay = [replace(kill, iteration=back + 1, delay_s=0.0) for kill in moved]
     others = [kill for kill in kills if kill not in moved]
-    before = [kill for kill in others if kill.iteration < iteration]
-    return [*before, stop, *in_replay, *others[len(before) :]]
+    before, after = ([kill for kill in others if (kill.iteration < iteration) is early] for early in (True, False))
+    return [*before, stop, *in_replay, *after]
 
 
 class KillSchedule:
