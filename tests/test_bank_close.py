@@ -83,7 +83,7 @@ def test_an_error_inside_with_is_not_hidden_by_one_of_closing(path: Path, monkey
     def full(*_: Any) -> Any:
         raise OSError(28, "planted")
 
-    monkeypatch.setattr(ArchiveStore, "add", full)
+    monkeypatch.setattr(ArchiveStore, "commit", full)
     with pytest.raises(KeyError) as raised, RolloutBank.open(path) as bank:
         train(bank, range(3))
         raise KeyError("the trainer's own")

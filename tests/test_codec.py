@@ -20,6 +20,7 @@ import pyarrow as pa
 import pytest
 import rich.pretty
 from builders import (
+    COMPLETED_AT_US,
     EVERY,
     NAN_32,
     build,
@@ -150,7 +151,7 @@ def test_the_head_says_what_sorting_needs() -> None:
     message = sealed(build("fields"), uid="u9", split="eval", evicted="stale", source_index=5, iteration=8)
     assert read_head(memoryview(message)) == {
         "uid": "u9", "iteration": 8, "env": "maze", "split": "eval", "size": 5, "problem": None, "batch_id": 7,
-        "index_in_batch": 3, "source_index": 5, "evicted": "stale",
+        "index_in_batch": 3, "source_index": 5, "evicted": "stale", "at": COMPLETED_AT_US,
     }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from test_kill import KillLoop, Violation, a_seed, check_archive_once, check_eac
 
 import arrowbank
 from arrowbank import RolloutBank
-from arrowbank.archive.store import ArchiveStore
+from arrowbank.archive.store import ArchiveStore, Change
 from arrowbank.durable import seal
 from arrowbank.durable.layout import BankPaths
 from arrowbank.errors import ArrowbankError
@@ -130,23 +131,27 @@ def test_the_once_check_is_green_without_a_fault(tmp_path: Path) -> None:
 def test_the_once_check_sees_an_archive_file_published_under_two_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = ArchiveStore.add
+    commit = ArchiveStore.commit
 
-    def twice(self: ArchiveStore, made: object, *rest: object) -> None:
-        add(self, made, *rest)  # type: ignore[arg-type]
+    def twice(self: ArchiveStore, change: Change, *rest: object) -> None:
+        commit(self, change, *rest)  # type: ignore[arg-type]
         directory = self.paths.version(self.manifest.version)
-        file = self.manifest.files[-1]
-        os.link(directory / file.name, directory / f"again-{file.name}")
+        if change.file is not None:
+            os.link(directory / change.file.name, directory / f"again-{change.file.name}")
 
-    monkeypatch.setattr(ArchiveStore, "add", twice)
+    monkeypatch.setattr(ArchiveStore, "commit", twice)
     archive_a_few(tmp_path / "bank")
     with pytest.raises(Violation, match="twice"):
         check_archive_once(tmp_path / "bank")
 
 
 def test_the_once_check_sees_inputs_that_were_not_retired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = ArchiveStore.add
-    monkeypatch.setattr(ArchiveStore, "add", lambda self, made, _, through: add(self, made, (), through))
+    commit = ArchiveStore.commit
+
+    def forgetful(self: ArchiveStore, change: Change, *rest: object) -> None:
+        commit(self, replace(change, retired=()), *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ArchiveStore, "commit", forgetful)
     archive_a_few(tmp_path / "bank")
     with pytest.raises(Violation, match="twice"):
         check_both_views_once(tmp_path / "bank")

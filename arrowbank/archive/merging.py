@@ -64,7 +64,7 @@ def merge(sources: Sequence[Source], target: Path) -> ArchiveFile | None:
             raise CorruptionError(
                 source.path, "its digest is not the one in the manifest", hint="Nothing was changed; see verify"
             )
-    order = _order(sources)
+    order = _order(sources) if sources else np.zeros((0, 2), np.int64)
     if not len(order):
         return None
     groups: set[str] = set()

@@ -1,0 +1,172 @@
+"""Small Parquet files become one, sorted, with every row; their number stays about logarithmic."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from builders import EVERY, build, token_group
+
+from arrowbank import RolloutBank, scan
+from arrowbank.archive import merging, parquet
+from arrowbank.durable.layout import BankPaths
+from arrowbank.durable.manifest import ArchiveFile, read_manifest
+from arrowbank.errors import CorruptionError
+
+
+def file(nbytes: int, number: int = 0) -> ArchiveFile:
+    return ArchiveFile(name=f"c{number:06d}-s0001.parquet", rows=1, groups=1, nbytes=nbytes, digest="")
+
+
+def test_files_of_one_size_are_merged_once_there_are_enough_of_them() -> None:
+    few = [file(5000, number) for number in range(merging.FAN_IN - 1)]
+    assert merging.choose(few) == []
+    assert merging.choose([*few, file(2 << 20)]) == []
+    assert merging.choose([*few, file(100, 9)]) == [*few, file(100, 9)]
+    large = [file(merging.LARGE_BYTES, number) for number in range(50)]
+    assert merging.choose(large) == []
+
+
+def test_the_number_of_files_stays_logarithmic() -> None:
+    listed: list[ArchiveFile] = []
+    written = most = 0
+    for number in range(4000):
+        listed.append(file(300_000, number))
+        while chosen := merging.choose(listed):
+            nbytes = sum(one.nbytes for one in chosen)
+            listed = [one for one in listed if one not in chosen] + [file(nbytes, number)]
+            written += nbytes
+        most = max(most, len(listed))
+    assert most < 40
+    assert written < 6 * 4000 * 300_000
+
+
+def run(path: Path, iterations: int) -> dict[str, Any]:
+    """A run whose groups are drawn an iteration after they were made, with one evicted each."""
+    made: dict[str, Any] = {}
+    kinds = sorted(EVERY)
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        for at in range(iterations):
+            bank.begin_iteration(at)
+            groups = [build(kinds[(2 * at + number) % len(kinds)], seed=at + 1) for number in range(2)]
+            uids = [bank.append(group) for group in groups]
+            made |= dict(zip(uids, groups, strict=True))
+            bank.append(token_group(1000 + at), evicted="not good")
+            bank.mark_consumed(uids[::-1], at, state=b"%d" % at)
+            bank.checkpoint(at + 1, wait=True)
+    return made
+
+
+def test_merged_rows_are_the_rows_that_were_there_sorted_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "FAN_IN", 3)
+    monkeypatch.setattr(parquet, "ROW_GROUP_BYTES", 2000)
+    monkeypatch.setattr(merging, "ROW_GROUP_BYTES", 2000)
+    made = run(tmp_path / "bank", 40)
+    manifest = read_manifest(BankPaths(tmp_path / "bank"))
+    assert len(manifest.files) <= 3
+    assert manifest.version > 10
+    groups = {group.uid: group for group in scan(tmp_path / "bank").groups()}
+    assert {uid: groups[uid] for uid in made} == made
+    rows: Counter[tuple[str, int]] = Counter()
+    for path in (tmp_path / "bank" / "archive").iterdir():
+        table = pq.read_table(path, columns=["group_uid", "member_index", *merging._KEYS])
+        rows.update(zip(table["group_uid"].to_pylist(), table["member_index"].to_pylist(), strict=True))
+        keys = [
+            tuple(float("inf") if part is None else part for part in row.values())
+            for row in table.select(merging._KEYS).to_pylist()
+        ]  # noqa: E501
+        assert keys == sorted(keys)
+    assert set(rows.values()) == {1}
+    assert len({uid for uid, _ in rows}) == manifest_groups(tmp_path / "bank")
+
+
+def manifest_groups(path: Path) -> int:
+    return sum(one.groups for one in read_manifest(BankPaths(path)).files)
+
+
+def test_a_glob_during_merges_sees_every_archived_rollout_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between any two system calls that change names, ``archive/*.parquet`` holds no rollout twice and loses none."""
+    import os
+
+    monkeypatch.setattr(merging, "FAN_IN", 2)
+    path = tmp_path / "bank"
+    seen: list[int] = []
+
+    def look() -> None:
+        rows = Counter(
+            row
+            for file in sorted((path / "archive").iterdir())
+            for row in pq.read_table(file, columns=["group_uid"])["group_uid"].to_pylist()
+        )
+        assert set(rows.values()) <= {4}
+        seen.append(len(rows))
+
+    for name in ("rename", "link", "unlink", "symlink"):
+        real = getattr(os, name)
+
+        def watched(*args: Any, real: Any = real, **options: Any) -> Any:
+            result = real(*args, **options)
+            if (path / "archive").exists():
+                look()
+            return result
+
+        monkeypatch.setattr(os, name, watched)
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        for at in range(8):
+            bank.begin_iteration(at)
+            bank.mark_consumed([bank.append(token_group(at))], at)
+            bank.checkpoint(at + 1, wait=True)
+    assert seen == sorted(seen)
+    assert seen[-1] >= 6
+
+
+def test_a_damaged_file_is_not_merged_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "FAN_IN", 100)
+    run(tmp_path / "bank", 4)
+    monkeypatch.setattr(merging, "FAN_IN", 2)
+    victim = next(one for one in (tmp_path / "bank" / "archive").iterdir() if "c000000" not in one.name)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    bank = RolloutBank.open(tmp_path / "bank", keep_checkpoints=1)
+    bank.restore(4)
+    bank.begin_iteration(5)
+    bank.checkpoint(5)
+    with pytest.raises(CorruptionError, match="digest"):
+        bank.checkpoint(5, wait=True)
+    with pytest.raises(CorruptionError):
+        bank.close()
+    assert victim.read_bytes() == bytes(data)
+
+
+def test_no_rows_make_no_file(tmp_path: Path) -> None:
+    assert merging.merge([], tmp_path / "x.parquet") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_portion_is_cut_between_groups_when_an_iteration_is_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "TABLE_BYTES", 2000)
+    monkeypatch.setattr(merging, "FAN_IN", 2)
+    with RolloutBank.open(tmp_path / "bank", keep_checkpoints=1) as bank:
+        bank.restore(0)
+        for at in range(2):
+            bank.begin_iteration(at)
+            bank.mark_consumed(bank.append_many([token_group(10 * at + n) for n in range(6)]), at)
+            bank.checkpoint(at + 1, wait=True)
+        bank.close(final=True)
+    (merged,) = (one for one in (tmp_path / "bank" / "archive").iterdir() if pq.read_metadata(one).num_rows)
+    metadata = pq.ParquetFile(merged)
+    assert metadata.num_row_groups > 2
+    for index in range(metadata.num_row_groups):
+        uids = pa.Table.from_batches(metadata.iter_batches(row_groups=[index], columns=["group_uid"]))["group_uid"]
+        assert set(Counter(uids.to_pylist()).values()) == {4}
