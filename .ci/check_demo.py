@@ -1,4 +1,4 @@
-"""Hold the demo's last line against what it must show."""
+"""Hold the demo's last line against what it must show: ``check_demo.py FILE with-bank|rollback|no-bank``."""
 
 import json
 import pathlib
@@ -7,9 +7,13 @@ import sys
 import polars
 
 found = json.loads(pathlib.Path(sys.argv[1]).read_text().splitlines()[-1])
-with_bank = sys.argv[2] == "with-bank"
+mode = sys.argv[2]
+if mode not in ("with-bank", "rollback", "no-bank"):
+    sys.exit(f"check_demo.py: {mode!r} is none of with-bank, rollback, no-bank")
 checks = {"kills >= 3": found["kills"] >= 3, "seconds < 60": found["seconds"] < 60}
-if with_bank:
+if mode == "no-bank":
+    checks["regenerated > 0"] = found["regenerated"] > 0
+else:
     rows = polars.read_parquet(f"{found['bank']}/archive/*.parquet")
     regular = rows.filter(polars.col("irregular_turns").is_null() & polars.col("tokens").is_not_null())
     lengths = [
@@ -25,8 +29,15 @@ if with_bank:
         == rows.unique(["group_uid", "member_index"]).height,
         "aligned": regular.height > 0 and regular.filter(polars.all_horizontal(lengths)).height == regular.height,
     }
-else:
-    checks["regenerated > 0"] = found["regenerated"] > 0
+if mode == "rollback":
+    rolled_back = found.get("rolled_back") or dict.fromkeys(("from", "to", "replayed", "unarchived"), 0)
+    distance = rolled_back["from"] - rolled_back["to"]
+    checks |= {
+        "rolled back over several checkpoints": distance > 10 and rolled_back["to"] > 0,
+        # one more where the stop came between a draw and the news of its training
+        "all of that replayed": distance <= rolled_back["replayed"] <= distance + 1,
+        "archived groups taken back": rolled_back["unarchived"] > 0,
+    }
 for what, holds in checks.items():
     print("ok    " if holds else "FAILED", what)
 sys.exit(not all(checks.values()))

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,22 @@ import polars as pl
 import pytest
 from numpy.typing import NDArray
 from polars.testing import assert_frame_equal
+from typer.testing import CliRunner
 
+from arrowbank import scan
+from arrowbank.cli.app import app
+from arrowbank.cli.demo import FEWEST_ITERATIONS_TO_ROLL_BACK
+from arrowbank.cli.output import TextOutput
 from arrowbank.demo import checkpoints, kills, progress
 from arrowbank.demo.checkpoints import ModelState
 from arrowbank.demo.environments import ENVIRONMENTS, MEMBERS, Environment, Sampler
-from arrowbank.demo.generator_log import GeneratorLog, Tally, tally
+from arrowbank.demo.generator_log import GeneratorLog, Resume, Tally, resume_of, tally
 from arrowbank.demo.grpo import group_advantages, mean_reward, token_batch, train_step
-from arrowbank.demo.kills import Kill, KillSchedule, plan_kills
+from arrowbank.demo.kills import Kill, KillSchedule, plan_kills, with_rollback
 from arrowbank.demo.policy import VOCABULARY, Policy, TokenBatch, contexts
 from arrowbank.demo.progress import Progress
-from arrowbank.demo.settings import GENERATOR_LOG, TrainerSettings
-from arrowbank.demo.supervisor import DemoResult, DemoSettings, TrainerFailedError, prepare, run_demo
+from arrowbank.demo.settings import BANK, GENERATOR_LOG, GROUPS, TWIN, TrainerSettings, checkpoint_every
+from arrowbank.demo.supervisor import DemoResult, DemoSettings, Rollback, TrainerFailedError, prepare, run_demo
 from arrowbank.demo.trainer import SourceIndices
 from arrowbank.types import RolloutGroup, TokenRollout
 
@@ -197,12 +203,43 @@ def test_a_checkpoint_that_a_kill_cut_short_is_not_loaded(tmp_path: Path) -> Non
     assert loaded is not None and loaded.iteration == 1
 
 
-def test_only_the_newest_two_checkpoints_stay(tmp_path: Path) -> None:
-    for iteration in range(4):
+def saved_iterations(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def save_iterations(directory: Path, number: int) -> None:
+    for iteration in range(number):
         model = ModelState.initial(0)
         model.iteration = iteration
-        checkpoints.save(tmp_path, model)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration-000002.npz", "iteration-000003.npz"]
+        checkpoints.save(directory, model)
+
+
+def test_only_the_newest_four_checkpoints_stay(tmp_path: Path) -> None:
+    save_iterations(tmp_path, 6)
+    assert saved_iterations(tmp_path) == [f"iteration-00000{iteration}.npz" for iteration in (2, 3, 4, 5)]
+
+
+def test_a_rollback_leaves_the_oldest_checkpoint_as_the_newest(tmp_path: Path) -> None:
+    save_iterations(tmp_path, 6)
+    for _ in range(2):  # one that was cut short is finished by the next
+        older = checkpoints.roll_back(tmp_path)
+        assert older is not None and older.iteration == 2
+    assert saved_iterations(tmp_path) == ["iteration-000002.npz"]
+    newest = checkpoints.load_newest(tmp_path)
+    assert newest is not None and newest.iteration == 2
+
+
+def test_without_checkpoints_there_is_nothing_to_roll_back_to(tmp_path: Path) -> None:
+    assert checkpoints.roll_back(tmp_path) is None
+
+
+def test_a_checkpoint_names_its_session_which_is_no_part_of_what_was_learned(tmp_path: Path) -> None:
+    one, other = trained_model(1), trained_model(1)
+    one.session = 7
+    checkpoints.save(tmp_path, one)
+    loaded = checkpoints.load_newest(tmp_path)
+    assert loaded is not None and loaded.session == 7
+    assert checkpoints.same_bits(loaded, other)
 
 
 # -- the prompt cursor
@@ -230,16 +267,23 @@ def test_replayed_batches_move_the_cursor_as_they_did_the_first_time() -> None:
 
 def test_the_log_counts_acknowledged_groups_that_were_asked_for_again(tmp_path: Path) -> None:
     first = GeneratorLog(tmp_path / "log", attempt=1)
-    first.resumed(0, pending=0, draws=0)
+    first.resumed(0, Resume())
     for index in (0, 1, 2):
         first.asked(0, "sort", index)
     first.acknowledged(0, "sort", 0)
     first.acknowledged(0, "guess", 1)
     second = GeneratorLog(tmp_path / "log", attempt=2)
-    second.resumed(0, pending=1, draws=3)
+    second.resumed(0, Resume(pending=1, draws=3))
     second.asked(0, "sort", 0)  # the only one of its environment that was acknowledged
     second.asked(0, "sort", 1)
     assert tally(tmp_path / "log") == Tally(restored=1, replayed=3, regenerated=1)
+
+
+def test_the_log_tells_what_one_start_was_given_back(tmp_path: Path) -> None:
+    for attempt in (1, 2):
+        GeneratorLog(tmp_path / "log", attempt).resumed(5, Resume(pending=attempt, draws=4, unarchived=24))
+    assert resume_of(tmp_path / "log", attempt=2) == Resume(pending=2, draws=4, unarchived=24)
+    assert resume_of(tmp_path / "log", attempt=3) == Resume(pending=0, draws=0, unarchived=0)
 
 
 def test_a_line_that_a_kill_cut_short_costs_only_itself(tmp_path: Path) -> None:
@@ -297,6 +341,53 @@ def test_a_kill_that_missed_its_append_is_tried_again_in_place_of_one_at_any_tim
     assert schedule.killed() == progress.APPENDING
 
 
+def planned_with_rollback(iterations: int, number: int, seed: int) -> list[Kill]:
+    every = checkpoint_every(iterations)
+    planned = plan_kills(number, iterations=iterations, checkpoint_every=every, groups=GROUPS, seed=seed, has_bank=True)
+    return with_rollback(planned, iterations=iterations, checkpoint_every=every, groups=GROUPS)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("iterations", [FEWEST_ITERATIONS_TO_ROLL_BACK, 9, 12, 20, 60])
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_a_rollback_comes_once_when_there_are_three_checkpoints_to_go_back_over(
+    number: int, iterations: int, seed: int
+) -> None:
+    planned = planned_with_rollback(iterations, number, seed)
+    (stop,) = [kill for kill in planned if kill.is_rollback]
+    assert len(planned) == number + 1
+    assert 3 * checkpoint_every(iterations) < stop.iteration < iterations
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("iterations", [12, 60])
+def test_a_kill_lands_in_the_replay_after_the_rollback(iterations: int, seed: int) -> None:
+    planned = planned_with_rollback(iterations, 4, seed)
+    place = next(at for at, kill in enumerate(planned) if kill.is_rollback)
+    every, newest = checkpoint_every(iterations), planned[place].iteration // checkpoint_every(iterations)
+    back = max(1, newest - 3) * every  # the oldest of four that are kept
+    assert planned[place + 1].iteration == back + 1 < planned[place].iteration
+    assert planned[place + 1].moment in (progress.CHECKPOINTED, kills.ANYTIME)
+
+
+@pytest.mark.parametrize("iterations", range(4, FEWEST_ITERATIONS_TO_ROLL_BACK))
+def test_a_run_too_short_for_a_rollback_is_refused(iterations: int) -> None:
+    with pytest.raises(ValueError, match=f"a rollback needs {FEWEST_ITERATIONS_TO_ROLL_BACK} iterations"):
+        planned_with_rollback(iterations, 1, 0)
+
+
+def test_the_stop_of_a_rollback_is_not_counted_among_the_kills() -> None:
+    stop = Kill(progress.GENERATING, iteration=3, skip=0, delay_s=0.0, is_rollback=True)
+    schedule = KillSchedule([stop, Kill(progress.TRAINED, iteration=1, skip=0, delay_s=0.0)])
+    assert schedule.is_time(Progress(progress.GENERATING, 3, 0.0)) == 0.0
+    assert schedule.is_due and schedule.is_rollback_due
+    schedule.rolled_back()
+    schedule.begin_attempt()
+    assert schedule.is_time(Progress(progress.TRAINED, 2, 0.0)) == 0.0
+    assert not schedule.is_rollback_due
+    assert (schedule.killed(), schedule.landed) == (progress.TRAINED, [progress.TRAINED])
+
+
 def test_what_is_no_progress_line_is_ignored() -> None:
     assert progress.parse("trained 3 0.5\n") == Progress("trained", 3, 0.5)
     assert progress.parse("a library's own print\n") is None
@@ -312,6 +403,9 @@ class Nobody:
     def killed(self, number: int, moment: str, iteration: int) -> None:
         pass
 
+    def rolled_back(self, from_iteration: int, to_iteration: int) -> None:
+        pass
+
 
 def test_trainer_settings_survive_the_command_line(tmp_path: Path) -> None:
     for has_bank in (True, False):
@@ -324,6 +418,15 @@ def test_a_trainer_that_fails_by_itself_is_reported_with_its_own_words(tmp_path:
     (tmp_path / "run" / GENERATOR_LOG).mkdir()
     with pytest.raises(TrainerFailedError, match=r"ended with exit code 1(.|\n)*IsADirectoryError"):
         run_demo(DemoSettings(tmp_path / "run", iterations=4, kills=0), Nobody())
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_rollback_in_too_short_a_run_is_wrong_usage(as_json: bool, tmp_path: Path) -> None:
+    arguments = ["demo", "--rollback", "--iterations", "7", "--kills", "1", "--dir", str(tmp_path / "run")]
+    found = CliRunner().invoke(app, [*arguments, *["--json"] * as_json])
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert found.stderr == "arrowbank: --rollback needs at least 8 iterations, not 7\n"
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_earlier_demos_directory_is_refused(tmp_path: Path) -> None:
@@ -358,10 +461,10 @@ def test_a_killed_run_generates_nothing_twice_and_ends_with_the_twins_weights(de
     assert demo["restored"] > 0 and demo["replayed"] > 0
     assert (demo["iterations"], demo["groups"], demo["rollouts"]) == (12, 12 * 24, 12 * 24 * MEMBERS)
     assert demo["reward_last"] > demo["reward_first"]
-    assert set(demo) - {"code", "directory"} == set(DemoResult.__annotations__) - {"moments"}
+    assert set(demo) - {"code", "directory"} == set(DemoResult.__annotations__) - {"moments", "rolled_back"}
 
 
-def test_the_killed_runs_archive_holds_the_twins_rollouts_each_once(demo: dict[str, Any]) -> None:
+def assert_the_archive_holds_the_twins_rollouts_each_once(directory: Path) -> None:
     member = ["env_id", "source_index", "member_index"]
     payload = [
         "reward",
@@ -372,13 +475,19 @@ def test_the_killed_runs_archive_holds_the_twins_rollouts_each_once(demo: dict[s
         "consumed_iteration",
         "consumed_position",
     ]
-    ours, twins = (
-        pl.read_parquet(f"{directory}/bank/archive/*.parquet").sort(member)
-        for directory in (demo["directory"], demo["directory"] / "twin")
-    )
-    assert demo["bank"] == str(demo["directory"] / "bank")
-    assert len(ours) == demo["rollouts"] == ours.select(pl.struct(member)).n_unique()
+    ours, twins = (archived(run / BANK).sort(member) for run in (directory, directory / TWIN))
+    assert len(ours) == ours.select(pl.struct(member)).n_unique()
     assert_frame_equal(ours.select(member + payload), twins.select(member + payload), check_exact=True)
+
+
+def archived(bank: Path) -> pl.DataFrame:
+    return pl.read_parquet(f"{bank}/archive/*.parquet")
+
+
+def test_the_killed_runs_archive_holds_the_twins_rollouts_each_once(demo: dict[str, Any]) -> None:
+    assert demo["bank"] == str(demo["directory"] / "bank")
+    assert len(archived(demo["directory"] / "bank")) == demo["rollouts"]
+    assert_the_archive_holds_the_twins_rollouts_each_once(demo["directory"])
 
 
 def test_the_same_kills_without_a_bank_cost_finished_groups(tmp_path: Path) -> None:
@@ -387,3 +496,75 @@ def test_the_same_kills_without_a_bank_cost_finished_groups(tmp_path: Path) -> N
     assert result["regenerated"] > 20
     assert (result["kills"], result["restored"], result["replayed"], result["bank"]) == (4, 0, 0, None)
     assert result["weights_identical"]
+
+
+# -- the whole thing, rolled back
+
+
+class ArchiveWatcher(Nobody):
+    """Looks at the bank while the run to be killed is down: at the rollback, and at the kill that follows."""
+
+    def __init__(self, directory: Path) -> None:
+        self._bank = directory / BANK
+        self.older = 0
+        self.at_rollback: pl.DataFrame | None = None
+        self.at_next_kill: pl.DataFrame | None = None
+        self.scanned: pl.DataFrame | None = None
+
+    def rolled_back(self, from_iteration: int, to_iteration: int) -> None:
+        self.older = to_iteration
+        self.at_rollback = archived(self._bank)
+
+    def killed(self, number: int, moment: str, iteration: int) -> None:
+        if self.at_rollback is not None and self.at_next_kill is None:
+            self.at_next_kill = archived(self._bank)
+            self.scanned = scan(self._bank).to_polars().select("group_uid", "member_index").collect()
+
+
+RolledBack = tuple[DemoResult, ArchiveWatcher, Path]
+
+
+@pytest.fixture(scope="module")
+def rolled_back(tmp_path_factory: pytest.TempPathFactory) -> RolledBack:
+    """The outcome of a short demo that goes back to an older model checkpoint, and what was seen on the way."""
+    directory = tmp_path_factory.mktemp("rollback") / "run"
+    prepare(directory)
+    watcher = ArchiveWatcher(directory)
+    settings = DemoSettings(directory, iterations=12, kills=4, has_rollback=True)
+    return run_demo(settings, watcher), watcher, directory
+
+
+def test_a_rollback_replays_and_generates_nothing_twice(rolled_back: RolledBack) -> None:
+    result, _, directory = rolled_back
+    assert (result.kills, result.regenerated, result.weights_identical) == (4, 0, True)
+    assert result.rolled_back is not None
+    went_back = result.rolled_back.from_iteration - result.rolled_back.to_iteration
+    assert went_back > 2 * checkpoint_every(12)
+    # one more where the stop came between a draw and the news of its training
+    assert result.rolled_back.replayed in (went_back, went_back + 1)
+    assert (result.groups, result.rollouts) == (12 * GROUPS, 12 * GROUPS * MEMBERS)
+    assert_the_archive_holds_the_twins_rollouts_each_once(directory)
+
+
+def test_a_rollback_takes_archived_groups_back(rolled_back: RolledBack) -> None:
+    result, watcher, _ = rolled_back
+    assert result.rolled_back is not None and result.rolled_back.unarchived > 0
+    assert watcher.at_rollback is not None and watcher.at_next_kill is not None and watcher.scanned is not None
+    before, after = (
+        seen.filter(pl.col("consumed_iteration") >= watcher.older)
+        for seen in (watcher.at_rollback, watcher.at_next_kill)
+    )
+    taken_back = before.join(after, on=["group_uid", "member_index"], how="anti").select("group_uid", "member_index")
+    assert len(before) > 0 and len(taken_back) > 0
+    assert len(taken_back.join(watcher.scanned, on=["group_uid", "member_index"], how="anti")) == 0
+    assert watcher.scanned.is_unique().all()
+
+
+def test_a_rollback_is_told_in_json_and_in_text(rolled_back: RolledBack, capsys: pytest.CaptureFixture[str]) -> None:
+    result = replace(rolled_back[0], rolled_back=Rollback(36, 20, replayed=16, unarchived=240))
+    assert result.as_json()["rolled_back"] == {"from": 36, "to": 20, "replayed": 16, "unarchived": 240}
+    TextOutput().demo(result)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert ["rolled back to an older checkpoint", "36 to 20"] in rows
+    assert ["draws replayed from there", "16"] in rows
+    assert ["groups taken back out of Parquet", "240"] in rows

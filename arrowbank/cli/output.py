@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from arrowbank.demo import progress
-from arrowbank.demo.supervisor import DemoResult, DemoSettings, Observer
+from arrowbank.demo.supervisor import DemoResult, DemoSettings, Observer, Rollback
 
 __all__ = ["JsonOutput", "Output", "TextOutput", "output_for"]
 
@@ -61,7 +61,7 @@ class TextOutput(_Errors):
 
     @contextmanager
     def demo_running(self, settings: DemoSettings) -> Iterator[Observer]:
-        """Show a bar for each run, and a line for each kill."""
+        """Show a bar for each run, and a line for each kill and for the rollback."""
         self._print(f"Directory: {settings.directory}")
         bars = Progress(
             TextColumn("{task.description}"),
@@ -101,6 +101,9 @@ class _Silence:
     def killed(self, number: int, moment: str, iteration: int) -> None:
         """Ignore it."""
 
+    def rolled_back(self, from_iteration: int, to_iteration: int) -> None:
+        """Ignore it."""
+
 
 class _Bars:
     """The demo's progress bars. A bar moves back when a resumed run replays."""
@@ -122,6 +125,12 @@ class _Bars:
     def killed(self, number: int, moment: str, iteration: int) -> None:
         """Print the kill above the bars."""
         self._bars.console.print(f"SIGKILL {number} {_WHEN.get(moment, 'in between')}, iteration {iteration}")
+
+    def rolled_back(self, from_iteration: int, to_iteration: int) -> None:
+        """Print the rollback above the bars."""
+        self._bars.console.print(
+            f"Rolled back from iteration {from_iteration} to the model checkpoint at {to_iteration}"
+        )
 
 
 _WHEN = {
@@ -145,6 +154,8 @@ def _demo_rows(result: DemoResult) -> Iterator[tuple[str, str]]:
     if result.bank:
         yield "groups restored", str(result.restored)
         yield "draws replayed", str(result.replayed)
+    if result.rolled_back:
+        yield from _rollback_rows(result.rolled_back, has_bank=result.bank is not None)
     again = "acknowledged groups" if result.bank else "finished groups"
     yield f"{again} generated again", str(result.regenerated)
     yield "final weights as without kills, bit for bit", "yes" if result.weights_identical else "NO"
@@ -152,6 +163,13 @@ def _demo_rows(result: DemoResult) -> Iterator[tuple[str, str]]:
     yield "groups, rollouts trained on", f"{result.groups:,}, {result.rollouts:,}"
     yield "mean reward, first and last tenth", f"{result.reward_first:.2f}, {result.reward_last:.2f}"
     yield "seconds", f"{result.seconds:.1f}"
+
+
+def _rollback_rows(rolled_back: Rollback, *, has_bank: bool) -> Iterator[tuple[str, str]]:
+    yield "rolled back to an older checkpoint", f"{rolled_back.from_iteration} to {rolled_back.to_iteration}"
+    if has_bank:
+        yield "  draws replayed from there", str(rolled_back.replayed)
+        yield "  groups taken back out of Parquet", str(rolled_back.unarchived)
 
 
 def _polars_line(bank: Path) -> str:

@@ -1,13 +1,13 @@
 """The trainer's model checkpoints: one ``.npz`` an iteration, complete or not there at all.
 
 Durability: when ``save`` returns, the checkpoint survives SIGKILL and power loss. A kill in the middle leaves a
-``.part`` file that nothing reads.
+``.part`` file that nothing reads. So does ``roll_back``; one that is cut short has removed some of the newer ones.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ from numpy.typing import NDArray
 
 from arrowbank.demo.policy import Adam, Policy
 
-__all__ = ["ModelState", "load_newest", "same_bits", "save"]
+__all__ = ["NO_SESSION", "ModelState", "load_newest", "roll_back", "same_bits", "save"]
 
-KEPT = 2
+KEPT = 4
+"""More than a bank keeps replayable at once, so that the oldest one lies below its archive's horizon."""
+NO_SESSION = 0
+"""Of a state that no bank has a part in; a bank counts its sessions from 1."""
 
 
 @dataclass
@@ -36,6 +39,8 @@ class ModelState:
     num_groups: int = 0
     """Groups trained on so far, and below their rollouts."""
     num_rollouts: int = 0
+    session: int = NO_SESSION
+    """The bank's session that trained up to here: it names the line that a resume must go on with."""
 
     @classmethod
     def initial(cls, seed: int) -> ModelState:
@@ -45,7 +50,7 @@ class ModelState:
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return the state as named arrays."""
-        counts = [self.iteration, self.num_groups, self.num_rollouts, self.adam.steps]
+        counts = [self.iteration, self.num_groups, self.num_rollouts, self.adam.steps, self.session]
         return {
             **{f"policy/{name}": value for name, value in self.policy.parameters.items()},
             **{f"mean/{name}": value for name, value in self.adam.mean.items()},
@@ -62,7 +67,7 @@ class ModelState:
         def part(prefix: str) -> dict[str, NDArray[Any]]:
             return {name.partition("/")[2]: value for name, value in arrays.items() if name.startswith(prefix)}
 
-        iteration, num_groups, num_rollouts, steps = arrays["counts"].tolist()
+        iteration, num_groups, num_rollouts, steps, session = arrays["counts"].tolist()
         return cls(
             Policy(part("policy/")),
             Adam(part("mean/"), part("square/"), steps),
@@ -71,6 +76,7 @@ class ModelState:
             arrays["rewards"].tolist(),
             num_groups,
             num_rollouts,
+            session,
         )
 
 
@@ -86,28 +92,52 @@ def save(directory: Path, state: ModelState) -> None:
         os.fsync(file.fileno())
     part.rename(path)
     _sync_directory(directory)
-    for old in sorted(directory.glob("iteration-*.npz"))[:-KEPT]:
+    for old in _saved(directory)[:-KEPT]:
         old.unlink()
 
 
 def load_newest(directory: Path) -> ModelState | None:
     """Return the newest checkpoint, None when there is none yet."""
-    paths = sorted(directory.glob("iteration-*.npz"))
+    paths = _saved(directory)
+    return _load(paths[-1]) if paths else None
+
+
+def roll_back(directory: Path) -> ModelState | None:
+    """Remove all checkpoints but the oldest, which is the newest from then on; return it, None when there is none.
+
+    The newer ones must go: a resume that met one of them later would take it for this run's own.
+    """
+    paths = _saved(directory)
     if not paths:
         return None
-    with np.load(paths[-1], allow_pickle=False) as file:
-        return ModelState.from_arrays(dict(file))
+    for path in reversed(paths[1:]):
+        path.unlink()
+    _sync_directory(directory)
+    return _load(paths[0])
 
 
 def same_bits(one: ModelState, other: ModelState) -> bool:
-    """Whether weights, optimizer, cursors and the history of rewards are identical bit for bit."""
-    ours, theirs = one.arrays(), other.arrays()
+    """Whether weights, optimizer, cursors and the history of rewards are identical bit for bit.
+
+    The session is none of these: it counts the starts of a run.
+    """
+    ours, theirs = (replace(state, session=NO_SESSION).arrays() for state in (one, other))
     return ours.keys() == theirs.keys() and all(
         value.dtype == theirs[name].dtype
         and value.shape == theirs[name].shape
         and value.tobytes() == theirs[name].tobytes()
         for name, value in ours.items()
     )
+
+
+def _saved(directory: Path) -> list[Path]:
+    """Return the complete checkpoints, oldest first."""
+    return sorted(directory.glob("iteration-*.npz"))
+
+
+def _load(path: Path) -> ModelState:
+    with np.load(path, allow_pickle=False) as file:
+        return ModelState.from_arrays(dict(file))
 
 
 def _sync_directory(directory: Path) -> None:

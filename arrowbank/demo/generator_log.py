@@ -1,7 +1,7 @@
 """What the generators were asked for, written down outside the bank: the independent witness of the demo.
 
 JSON lines, each synced as it is written, in the order of events over all attempts:
-    {"event": "resumed", attempt, pid, iteration, pending, draws}
+    {"event": "resumed", attempt, pid, iteration, pending, draws, unarchived}
     {"event": "asked", attempt, pid, iteration, env_id, source_index}
     {"event": "acknowledged", …the same}    the bank's append returned; without a bank, the group was assembled
 """
@@ -14,7 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["GeneratorLog", "Tally", "tally"]
+__all__ = ["GeneratorLog", "Resume", "Tally", "resume_of", "tally"]
+
+
+class Resume(NamedTuple):
+    """What the bank gave back to one start of the trainer."""
+
+    pending: int = 0
+    """Groups to be trained on for the first time."""
+    draws: int = 0
+    """Batches to be replayed."""
+    unarchived: int = 0
+    """Groups that went from the Parquet files back to what is live."""
 
 
 class GeneratorLog:
@@ -25,9 +36,9 @@ class GeneratorLog:
         self._common = {"attempt": attempt, "pid": os.getpid()}
         self._end_torn_line()
 
-    def resumed(self, iteration: int, *, pending: int, draws: int) -> None:
-        """Note what a start found: groups handed back, and draws to replay."""
-        self._write({"event": "resumed", "iteration": iteration, "pending": pending, "draws": draws})
+    def resumed(self, iteration: int, resume: Resume) -> None:
+        """Note what a start found."""
+        self._write({"event": "resumed", "iteration": iteration} | resume._asdict())
 
     def asked(self, iteration: int, env_id: str, source_index: int) -> None:
         """Note that a generator starts on this group."""
@@ -77,6 +88,14 @@ def tally(path: Path) -> Tally:
         else:
             regenerated += group in acknowledged
     return Tally(restored, replayed, regenerated)
+
+
+def resume_of(path: Path, attempt: int) -> Resume:
+    """Return what one start noted; nothing for one that was killed before it could."""
+    for record in _records(path):
+        if record["event"] == "resumed" and record["attempt"] == attempt:
+            return Resume(**{name: record[name] for name in Resume._fields})
+    return Resume()
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

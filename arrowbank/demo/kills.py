@@ -1,4 +1,7 @@
-"""When the trainer is killed: seeded moments, spread over the run, each kind of moment in turn."""
+"""When the trainer is killed: seeded moments, spread over the run, each kind of moment in turn.
+
+A rollback is one more stop, in the middle of a batch, and one of the kills is moved into the replay that it causes.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from arrowbank.demo import progress
+from arrowbank.demo.checkpoints import KEPT
 from arrowbank.demo.progress import Progress
 
-__all__ = ["ANYTIME", "Kill", "KillSchedule", "plan_kills"]
+__all__ = ["ANYTIME", "FEWEST_CHECKPOINTS", "Kill", "KillSchedule", "plan_kills", "with_rollback"]
 
 ANYTIME = "anytime"
 LONGEST_DELAY_S = 0.1
 """Of a kill at any time: a part of one iteration."""
+FEWEST_CHECKPOINTS = KEPT - 1
+"""Before a rollback. By default a bank archives what the second newest holds, so the oldest one is below that."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,8 @@ class Kill:
     """How many such moments of the iteration to let pass."""
     delay_s: float
     """0 kills within the moment."""
+    is_rollback: bool = False
+    """Whether the start after it goes back to an older model checkpoint."""
 
 
 def plan_kills(
@@ -57,6 +65,25 @@ def plan_kills(
 _MANY_AN_ITERATION = {progress.GENERATING, progress.APPENDING}
 
 
+def with_rollback(kills: list[Kill], *, iterations: int, checkpoint_every: int, groups: int) -> list[Kill]:
+    """Add the stop of a rollback, and move one kill into the replay after it.
+
+    That is the last one whose moment comes in a replay too, where nothing is generated. The others stay where they are.
+    Raises ValueError when the run is too short for a rollback below what the bank has archived.
+    """
+    earliest = FEWEST_CHECKPOINTS * checkpoint_every + 1  # one later: by then the last of them is archived, too
+    if earliest >= iterations:
+        raise ValueError(f"a rollback needs {earliest + 1} iterations with {checkpoint_every} to a checkpoint")
+    moved = [kill for kill in kills if kill.moment not in _MANY_AN_ITERATION][-1:]
+    iteration = max([earliest, *(min(kill.iteration, iterations - 1) for kill in moved)])
+    stop = Kill(progress.GENERATING, iteration, skip=groups // 2, delay_s=0.0, is_rollback=True)
+    back = max(checkpoint_every, (iteration // checkpoint_every - FEWEST_CHECKPOINTS) * checkpoint_every)
+    in_replay = [replace(kill, iteration=back + 1, delay_s=0.0) for kill in moved]
+    others = [kill for kill in kills if kill not in moved]
+    before, after = ([kill for kill in others if (kill.iteration < iteration) is early] for early in (True, False))
+    return [*before, stop, *in_replay, *after]
+
+
 class KillSchedule:
     """Watches the progress of a run and says when it is time."""
 
@@ -70,6 +97,11 @@ class KillSchedule:
     def is_due(self) -> bool:
         """Whether the next kill's moment has come in this attempt."""
         return bool(self._coming) and self._passed > self._coming[0].skip
+
+    @property
+    def is_rollback_due(self) -> bool:
+        """Whether that next kill is the stop of a rollback."""
+        return self.is_due and self._coming[0].is_rollback
 
     def begin_attempt(self) -> None:
         """Forget what the trainer that is gone was doing."""
@@ -85,6 +117,10 @@ class KillSchedule:
             return None
         self._passed += 1
         return self._coming[0].delay_s if self._passed == self._coming[0].skip + 1 else None
+
+    def rolled_back(self) -> None:
+        """Take note of the stop before a rollback, which is not counted among the kills."""
+        self._coming.pop(0)
 
     def killed(self) -> str:
         """Take note of a kill, and return the moment in which it landed, as far as the lines tell.

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import arrowbank
 from arrowbank.demo import checkpoints, progress
 from arrowbank.demo.checkpoints import ModelState
-from arrowbank.demo.generator_log import tally
-from arrowbank.demo.kills import KillSchedule, plan_kills
+from arrowbank.demo.generator_log import resume_of, tally
+from arrowbank.demo.kills import Kill, KillSchedule, plan_kills, with_rollback
 from arrowbank.demo.progress import Progress
 from arrowbank.demo.settings import (
     BANK,
@@ -37,7 +37,7 @@ from arrowbank.demo.settings import (
 )
 from arrowbank.errors import ArrowbankError
 
-__all__ = ["DemoResult", "DemoSettings", "Observer", "TrainerFailedError", "prepare", "run_demo"]
+__all__ = ["DemoResult", "DemoSettings", "Observer", "Rollback", "TrainerFailedError", "prepare", "run_demo"]
 
 MOST_ERROR_LINES = 40
 
@@ -56,6 +56,31 @@ class DemoSettings:
     seed: int = 0
     has_bank: bool = True
     """False is the control: the same kills, without a bank."""
+    has_rollback: bool = False
+    """Whether one start goes back to an older model checkpoint, below what the bank has archived."""
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """What one start from an older model checkpoint went over."""
+
+    from_iteration: int
+    """Iterations that were complete."""
+    to_iteration: int
+    """Iterations that the older checkpoint holds."""
+    replayed: int
+    """Draws that the bank gave back to be trained on again."""
+    unarchived: int
+    """Groups that the bank took back out of its Parquet files for that."""
+
+    def as_json(self) -> dict[str, int]:
+        """Return the object within the one that ``--json`` prints."""
+        return {
+            "from": self.from_iteration,
+            "to": self.to_iteration,
+            "replayed": self.replayed,
+            "unarchived": self.unarchived,
+        }
 
 
 @dataclass(frozen=True)
@@ -81,6 +106,8 @@ class DemoResult:
     seconds: float
     moments: list[str]
     """In which moment each kill landed; not part of the JSON object."""
+    rolled_back: Rollback | None = None
+    """Part of the JSON object only when there was a rollback."""
 
     @property
     def is_right(self) -> bool:
@@ -89,8 +116,9 @@ class DemoResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that ``--json`` prints."""
-        fields = {name: value for name, value in vars(self).items() if name != "moments"}
-        return fields | {"bank": str(self.bank) if self.bank else None}
+        fields = {name: value for name, value in vars(self).items() if name not in ("moments", "rolled_back")}
+        rolled_back = {"rolled_back": self.rolled_back.as_json()} if self.rolled_back else {}
+        return fields | {"bank": str(self.bank) if self.bank else None} | rolled_back
 
 
 class Observer(Protocol):
@@ -101,6 +129,9 @@ class Observer(Protocol):
 
     def killed(self, number: int, moment: str, iteration: int) -> None:
         """The run to be killed was killed for the ``number``-th time."""
+
+    def rolled_back(self, from_iteration: int, to_iteration: int) -> None:
+        """It was stopped, and goes on from an older model checkpoint."""
 
 
 def prepare(directory: Path) -> None:
@@ -116,7 +147,8 @@ def prepare(directory: Path) -> None:
 def run_demo(settings: DemoSettings, observer: Observer) -> DemoResult:
     """Run both trainers to their end, in a prepared directory.
 
-    Raises: TrainerFailedError. Whatever it raises, KeyboardInterrupt included, both trainers are gone by then.
+    Raises: TrainerFailedError; ValueError for a rollback in too short a run. Whatever it raises, KeyboardInterrupt
+    included, both trainers are gone by then.
     """
     started = time.monotonic()
     killed_run, twin = _runs(settings, observer)
@@ -142,6 +174,17 @@ class TrainerRun:
         self._child: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
         self._is_stopped = False
+        self._gone_back: tuple[int, int, int] | None = None
+        """Iterations before and after the rollback, and the attempt that began with it."""
+
+    @property
+    def rollback(self) -> Rollback | None:
+        """What was rolled back, as far as that start noted what it was given."""
+        if self._gone_back is None:
+            return None
+        before, after, attempt = self._gone_back
+        resume = resume_of(self.directory / GENERATOR_LOG, attempt)
+        return Rollback(before, after, resume.draws, resume.unarchived)
 
     @property
     def model(self) -> ModelState:
@@ -152,7 +195,7 @@ class TrainerRun:
         return model
 
     def execute(self) -> None:
-        """Start the trainer again and again until it comes to its end."""
+        """Start the trainer again and again until it comes to its end. Raises TrainerFailedError."""
         attempt = 1
         while self._runs_into_a_kill(attempt):
             attempt += 1
@@ -173,6 +216,10 @@ class TrainerRun:
             last = self._follow(child)
         if self._is_stopped:
             return False
+        if child.returncode == -signal.SIGKILL and last is not None and self.schedule.is_rollback_due:
+            self.schedule.rolled_back()
+            self._roll_back(last.iteration, attempt + 1)
+            return True
         if child.returncode == -signal.SIGKILL and last is not None and self.schedule.is_due:
             moment = self.schedule.killed()
             self._observer.killed(len(self.schedule.landed), moment, last.iteration)
@@ -180,6 +227,13 @@ class TrainerRun:
         if child.returncode:
             raise TrainerFailedError(self._failure(child.returncode))
         return False
+
+    def _roll_back(self, iteration: int, next_attempt: int) -> None:
+        older = checkpoints.roll_back(self.directory / MODEL)
+        if older is None:
+            raise TrainerFailedError(f"the {self._name} run left no model checkpoint to go back to")
+        self._gone_back = iteration, older.iteration, next_attempt
+        self._observer.rolled_back(iteration, older.iteration)
 
     def _start(self, attempt: int) -> subprocess.Popen[str] | None:
         given = TrainerSettings(
@@ -227,18 +281,25 @@ class TrainerRun:
         return "\n".join([f"the {self._name} run's trainer {how} by itself:", *errors[-MOST_ERROR_LINES:]])
 
 
-def _runs(settings: DemoSettings, observer: Observer) -> tuple[TrainerRun, TrainerRun]:
+def _plan(settings: DemoSettings) -> list[Kill]:
+    every = checkpoint_every(settings.iterations)
     kills = plan_kills(
         settings.kills,
         iterations=settings.iterations,
-        checkpoint_every=checkpoint_every(settings.iterations),
+        checkpoint_every=every,
         groups=GROUPS,
         seed=settings.seed,
         has_bank=settings.has_bank,
     )
+    if settings.has_rollback:
+        return with_rollback(kills, iterations=settings.iterations, checkpoint_every=every, groups=GROUPS)
+    return kills
+
+
+def _runs(settings: DemoSettings, observer: Observer) -> tuple[TrainerRun, TrainerRun]:
     directory = settings.directory.resolve()
     return (
-        TrainerRun("killed", directory, settings, KillSchedule(kills), observer),
+        TrainerRun("killed", directory, settings, KillSchedule(_plan(settings)), observer),
         TrainerRun("twin", directory / TWIN, settings, KillSchedule([]), observer),
     )
 
@@ -278,4 +339,5 @@ def _result(settings: DemoSettings, killed_run: TrainerRun, twin: TrainerRun, se
         bank=killed_run.directory / BANK if settings.has_bank else None,
         seconds=round(seconds, 1),
         moments=killed_run.schedule.landed,
+        rolled_back=killed_run.rollback,
     )

@@ -16,9 +16,9 @@ from typing import Any
 
 from arrowbank.bank import RolloutBank
 from arrowbank.demo import checkpoints, progress
-from arrowbank.demo.checkpoints import ModelState
+from arrowbank.demo.checkpoints import NO_SESSION, ModelState
 from arrowbank.demo.environments import ENVIRONMENTS, Environment, Sampler
-from arrowbank.demo.generator_log import GeneratorLog
+from arrowbank.demo.generator_log import GeneratorLog, Resume
 from arrowbank.demo.grpo import mean_reward, train_step
 from arrowbank.demo.settings import BANK, GENERATOR_LOG, GROUPS, MODEL, TrainerSettings
 from arrowbank.pipeline import EnvTask, RolloutPipeline
@@ -90,9 +90,10 @@ class Trainer:
         self._log = log
         self._bank = bank
         self._model = checkpoints.load_newest(settings.directory / MODEL) or ModelState.initial(settings.seed)
-        restored = bank.restore(self._model.iteration) if bank else None
+        archived = bank.stats().archived_groups if bank else 0
+        restored = _restore(bank, self._model) if bank else None
         self._indices = _indices_after(restored, self._model)
-        self._report(restored)
+        self._report(restored, archived)
         self._pipeline = RolloutPipeline(
             [EnvTask(env.env_id, env.weight, partial(self.generate, env)) for env in ENVIRONMENTS],
             bank=ObservedBank(bank, log) if bank else None,
@@ -144,16 +145,20 @@ class Trainer:
         progress.announce(progress.TRAINED, model.iteration, reward)
 
     def _checkpoint(self) -> None:
+        if self._bank:
+            self._model.session = self._bank.session
         checkpoints.save(self._settings.directory / MODEL, self._model)
         if self._bank:
             self._bank.checkpoint(self._model.iteration)
         progress.announce(progress.CHECKPOINTED, self._model.iteration)
 
-    def _report(self, restored: Restored | None) -> None:
-        pending = sum(len(queue) for queue in restored.pending.values()) if restored else 0
-        draws = len(restored.draws) if restored else 0
-        self._log.resumed(self._model.iteration, pending=pending, draws=draws)
-        progress.announce(progress.RESUMED, self._model.iteration, pending + draws)
+    def _report(self, restored: Restored | None, archived: int) -> None:
+        resume = Resume()
+        if restored and self._bank:
+            pending = sum(len(queue) for queue in restored.pending.values())
+            resume = Resume(pending, len(restored.draws), archived - self._bank.stats().archived_groups)
+        self._log.resumed(self._model.iteration, resume)
+        progress.announce(progress.RESUMED, self._model.iteration, resume.pending + resume.draws)
 
 
 def source_index(group: RolloutGroup) -> int:
@@ -171,6 +176,11 @@ def main() -> None:
     with RolloutBank.open(settings.directory / BANK) as bank:
         asyncio.run(Trainer(settings, log, bank).run())
         bank.close(final=True)
+
+
+def _restore(bank: RolloutBank, model: ModelState) -> Restored:
+    """Go on with the line that this very model checkpoint was trained on, whatever other sessions recorded since."""
+    return bank.restore(model.iteration, session=None if model.session == NO_SESSION else model.session)
 
 
 def _indices_after(restored: Restored | None, model: ModelState) -> SourceIndices:
