@@ -12,6 +12,7 @@ _tables: list[str] = []
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rounds", type=int, default=200, help="rounds of each benchmark")
+    parser.addoption("--revive-mb", default="20", help="megabytes that a restore below the horizon brings back")
     parser.addoption("--history", default="60,600", help="iterations of the runs whose calls are compared")
 
 

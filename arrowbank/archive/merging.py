@@ -66,9 +66,16 @@ def merge(sources: Sequence[Source], target: Path) -> ArchiveFile | None:
     order = _order(sources) if sources else np.zeros((0, 2), np.int64)
     if not len(order):
         return None
-    groups: set[str] = set()
-    rows = write_parquet(target, _tables(sources, order, groups))
-    return describe_file(target, rows=rows, expected=len(order), groups=len(groups))
+    rows = write_parquet(target, _tables(sources, order))
+    return describe_file(target, rows=rows, expected=len(order), groups=sum(map(_groups, sources)))
+
+
+def _groups(source: Source) -> int:
+    """Count the groups of a source's rows; no group spans two files."""
+    if source.keep is None:
+        return source.file.groups
+    uids = pq.read_table(source.path, columns=["group_uid"])["group_uid"].filter(pa.array(source.keep))
+    return len(uids.unique())
 
 
 def _tier(rows: int) -> int:
@@ -96,24 +103,24 @@ def _order(sources: Sequence[Source]) -> NDArray[Any]:
     return order
 
 
-def _tables(sources: Sequence[Source], order: NDArray[Any], groups: set[str]) -> Iterator[pa.Table]:
-    """Yield portions, each cut where an iteration ends, or a group if it gets too large; note the groups."""
+def _tables(sources: Sequence[Source], order: NDArray[Any]) -> Iterator[pa.Table]:
+    """Yield portions, each cut where an iteration ends, or a group if it gets too large."""
     readers = [_Reader(source.path) for source in sources]
     portion: list[pa.Table] = []
     nbytes = 0
-    last_iteration, last_uid = None, None
+    last: tuple[int | None, str | None] = None, None
     for number, start, stop in _runs(order):
         for piece in readers[number].rows(start, stop):
-            for part in _by_group(piece):
-                uid, iteration = part["group_uid"][0].as_py(), part["consumed_iteration"][0].as_py()
-                ends = iteration != last_iteration and nbytes >= ROW_GROUP_BYTES
-                if portion and (ends or (uid != last_uid and nbytes >= TABLE_BYTES)):
+            is_small = nbytes + piece.nbytes < min(ROW_GROUP_BYTES, TABLE_BYTES)
+            for part in [piece] if is_small else _by_group(piece):
+                iteration, uid = part["consumed_iteration"][0].as_py(), part["group_uid"][0].as_py()
+                at_iteration = iteration != last[0] and nbytes >= ROW_GROUP_BYTES
+                if portion and (at_iteration or (uid != last[1] and nbytes >= TABLE_BYTES)):
                     yield pa.concat_tables(portion)
                     portion, nbytes = [], 0
                 portion.append(part)
                 nbytes += part.nbytes
-                groups.add(uid)
-                last_iteration, last_uid = iteration, uid
+                last = part["consumed_iteration"][-1].as_py(), part["group_uid"][-1].as_py()
     if portion:
         yield pa.concat_tables(portion)
 

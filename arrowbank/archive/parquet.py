@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
@@ -84,11 +85,11 @@ def _row_groups(table: pa.Table) -> Iterator[tuple[int, int]]:
     if not table.num_rows:
         yield 0, 0
         return
-    iterations = table["consumed_iteration"].to_pylist()
+    iterations = table["consumed_iteration"].fill_null(-1).to_numpy()
     bytes_per_row = table.nbytes / table.num_rows
     start = 0
-    for row in range(1, table.num_rows):
-        if iterations[row] != iterations[row - 1] and (row - start) * bytes_per_row >= ROW_GROUP_BYTES:
-            yield start, row - start
-            start = row
+    for edge in (np.flatnonzero(iterations[1:] != iterations[:-1]) + 1).tolist():
+        if (edge - start) * bytes_per_row >= ROW_GROUP_BYTES:
+            yield start, edge - start
+            start = edge
     yield start, table.num_rows - start
