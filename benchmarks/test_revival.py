@@ -87,6 +87,7 @@ def test_a_restore_below_the_horizon(
     benchmark.pedantic(restore, rounds=1)
     assert done["draws"] == iterations
     report_table(
-        f"restore(0) brought back {done['groups']:,} groups, {done['mb']:,.0f} MB of records, in {done['seconds']:.1f} s "
-        f"({done['mb'] / done['seconds']:,.0f} MB/s); peak added memory {done['added_mb']:,.0f} MB"
+        f"restore(0) brought back {done['groups']:,} groups, {done['mb']:,.0f} MB of records, in "
+        f"{done['seconds']:.1f} s ({done['mb'] / done['seconds']:,.0f} MB/s); "
+        f"peak added memory {done['added_mb']:,.0f} MB"
     )
