@@ -235,3 +235,57 @@ def test_edges_are_those_of_neighbouring_records(tmp_path: Path) -> None:
     make(tmp_path)
     edges: list[Any] = edges_of(tmp_path, only(tmp_path / "segments"))
     assert all(low < high for low, high in pairwise(edges))
+
+
+def test_what_is_damaged_in_a_journal_is_in_quarantine_before_its_file_goes(tmp_path: Path) -> None:
+    path = tmp_path / "bank"
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        bank.mark_consumed([bank.append(token_group(1))], 0)
+        bank.evict([bank.append(token_group(2))], "x")
+    journal = only(path / "journal")
+    data = bytearray(journal.read_bytes())
+    place = data.rindex(b"reason")
+    data[place] ^= 1
+    journal.write_bytes(data)
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        with pytest.raises(CorruptRecordError, match="may be hidden"):
+            bank.restore(0)
+        report = bank.restore(0, accept_damage=True).report
+        assert len(report.corrupt) == 1
+        bank.begin_iteration(1)
+        bank.checkpoint(1, wait=True)
+        bank.close(final=True)
+    RolloutBank.open(path).close()
+    assert not journal.exists()
+    (kept,) = (path / "quarantine").glob(f"{journal.name}-*.bytes")
+    assert kept.read_bytes() in bytes(data)
+    assert b"eason" in kept.read_bytes()
+
+
+def test_without_the_snapshot_that_the_manifest_names_restore_refuses_until_told(tmp_path: Path) -> None:
+    path = tmp_path / "bank"
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        for at in range(3):
+            bank.begin_iteration(at)
+            bank.mark_consumed([bank.append(token_group(at))], at)
+            bank.begin_iteration(at + 1)
+            bank.checkpoint(at + 1, wait=True)
+        left = bank.append(token_group(9))
+    base = read_manifest(BankPaths(path)).journal
+    whole = (path / "journal" / base).read_bytes()
+    for damaged in (None, whole[:600] + bytes([whole[600] ^ 1]) + whole[601:]):
+        if damaged is None:
+            (path / "journal" / base).unlink()
+        else:
+            (path / "journal" / base).write_bytes(damaged)
+        with RolloutBank.open(path) as bank:
+            with pytest.raises(CorruptRecordError, match="at any iteration may be hidden"):
+                bank.restore(3)
+        (path / "journal" / base).write_bytes(whole)
+    (path / "journal" / base).unlink()
+    with RolloutBank.open(path) as bank:
+        restored = bank.restore(3, accept_damage=True)
+        assert [group.uid for queue in restored.pending.values() for group in queue] == [left]
+        assert len(restored.report.corrupt) == 1

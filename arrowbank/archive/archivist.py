@@ -14,13 +14,15 @@ from arrowbank.archive.carry import Carried
 from arrowbank.archive.compaction import Made, Task
 from arrowbank.archive.compactor import Compactor
 from arrowbank.archive.store import ArchiveStore, Change
+from arrowbank.durable import quarantine
 from arrowbank.durable.appender import Appender
 from arrowbank.durable.journal import Facts, Journal, Snapshot
 from arrowbank.durable.layout import JournalName
 from arrowbank.durable.ledger import Ledger
 from arrowbank.durable.line import History
-from arrowbank.durable.recovery import read_state
+from arrowbank.durable.recovery import State, read_state
 from arrowbank.durable.snapshot import make_snapshot
+from arrowbank.durable.stream import Damage
 
 __all__ = ["Archivist"]
 
@@ -48,6 +50,8 @@ class Archivist:
         self._lock = lock
         self._check_fence = check_fence
         self._on_freed = on_freed
+        self._kept: set[Damage] = set()
+        """Damage of journals that lies in quarantine."""
         self.compactor = Compactor(
             store, plan=self._plan, roll=self._roll, forget=self._forget, check_fence=check_fence
         )
@@ -61,7 +65,7 @@ class Archivist:
         """Make one file of a journal that has become many. At open, before anything else is written."""
         state = self._ledger.state
         if state.journal_parts > MAX_JOURNAL_PARTS and not state.hidden:
-            self.store.commit(Change(), lambda: self._journal.roll(self._snapshot(state.history, ())))
+            self.store.commit(Change(), lambda: self._sum_up(state.history, ()))
 
     def revive(self, iteration: int) -> int:
         """Bring groups that a restore of ``iteration`` rolls back out of the archive; return how many.
@@ -78,8 +82,10 @@ class Archivist:
             carried=tuple(carried.name for carried in made.carried),
             archived_through=iteration,
         )
-        self.store.commit(change, lambda: self._journal.roll(self._snapshot(history, made.carried)))
-        self._ledger.reload(read_state(self.store.paths, self.store.manifest))
+        self.store.commit(change, lambda: self._sum_up(history, made.carried))
+        state = read_state(self.store.paths, self.store.manifest)
+        state.damage[:0] = _journal_damage(self._ledger.state)  # of parts that are not read any more: still to be told
+        self._ledger.reload(state)
         return sum(len(carried.groups) for carried in made.carried)
 
     # -- what the compactor asks
@@ -111,7 +117,7 @@ class Archivist:
             self._ledger.take_arrivals()
             history = self._ledger.state.history.copy()
             history.forget(task.fates, self._ledger.state.groups.keys() - task.fates.keys())
-            return self._journal.roll(self._snapshot(history, made.carried, set(map(str, task.segments))))
+            return self._sum_up(history, made.carried, set(map(str, task.segments)))
 
     def _forget(self, task: Task, made: Made) -> None:
         """Let go of what is archived now."""
@@ -129,10 +135,10 @@ class Archivist:
             state.history.forget(task.fates, state.groups)
             self._on_freed()
 
-    def _snapshot(
-        self, history: History, carried: tuple[Carried, ...], leaving: set[str] | None = None
-    ) -> Callable[[Facts], Snapshot]:
-        """Return what sums up a history, with the facts of segments that stay."""
+    def _sum_up(self, history: History, carried: tuple[Carried, ...], leaving: set[str] | None = None) -> JournalName:
+        """Begin a new part of the journal that sums up a history, and the facts of segments that stay."""
+        damage = {part for part in _journal_damage(self._ledger.state) if part.length} - self._kept
+        quarantine.keep(self.store.paths, self.store.tmp, damage)  # a later commit removes the parts so far
         there = {*self._ledger.state.segment_bytes, *self._appender.sizes.copy()}
         names = {str(name) for name in there} - (leaving or set())
 
@@ -141,4 +147,9 @@ class Archivist:
             kept.records |= {str(segment.name): len(segment.groups) for segment in carried}
             return make_snapshot(history, kept)
 
-        return snapshot
+        self._kept |= damage
+        return self._journal.roll(snapshot)
+
+
+def _journal_damage(state: State) -> list[Damage]:
+    return [part for part in state.damage if JournalName.parse(part.name)]

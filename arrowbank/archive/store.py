@@ -131,11 +131,15 @@ class ArchiveStore:
         )
 
     def _new_version(self, change: Change) -> int:
-        """Make the next version directory, of hard links to the files that stay."""
-        old, version = self.paths.version(self.manifest.version), self.manifest.version + 1
+        """Make the next version directory, of hard links to the files that stay.
+
+        Its number is one that no directory has, and it is created exclusively: what a later session makes meanwhile is
+        never touched.
+        """
+        old = self.paths.version(self.manifest.version)
+        version = max([self.manifest.version, *self.paths.version_numbers()]) + 1
         directory = self.paths.version(version)
-        files.clear_directory(directory)  # left by a commit that failed
-        files.make_directories([directory])
+        files.make_directory(directory)
         kept = [file.name for file in self.manifest.files if file.name not in change.replaced]
         for name in (_EMPTY, *kept):
             files.link(old / name, directory / name)

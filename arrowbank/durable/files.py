@@ -18,6 +18,7 @@ __all__ = [
     "fsync_directory",
     "link",
     "make_directories",
+    "make_directory",
     "publish",
     "remove",
     "replace",
@@ -45,6 +46,12 @@ def make_directories(paths: Iterable[Path]) -> None:
         for directory in reversed(missing):
             directory.mkdir(exist_ok=True)
             fsync_directory(directory.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory that must not exist, durably. Raises FileExistsError."""
+    path.mkdir()
+    fsync_directory(path.parent)
 
 
 def publish(unfinished: Path, path: Path) -> None:

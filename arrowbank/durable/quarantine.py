@@ -11,17 +11,21 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from arrowbank.durable import files
-from arrowbank.durable.layout import BankPaths
+from arrowbank.durable.layout import BankPaths, JournalName
 from arrowbank.durable.stream import Damage, map_file
 
 __all__ = ["keep"]
 
 
 def keep(paths: BankPaths, tmp: Path, damage: Iterable[Damage]) -> None:
-    """Copy the damaged parts of segments. Durability: on return the copies survive power loss. Raises OSError."""
+    """Copy damaged parts of segments and journals. Durability: on return the copies survive power loss.
+
+    Raises OSError.
+    """
     for part in damage:
         stem = f"{part.name}-{part.offset:016x}"
-        data = map_file(paths.segments / part.name)[part.offset : part.offset + part.length]
+        directory = paths.segments if JournalName.parse(part.name) is None else paths.journal
+        data = map_file(directory / part.name)[part.offset : part.offset + part.length]
         note = {
             "file": part.name,
             "offset": part.offset,
