@@ -253,6 +253,7 @@ def test_what_is_damaged_in_a_journal_is_in_quarantine_before_its_file_goes(tmp_
             bank.restore(0)
         report = bank.restore(0, accept_damage=True).report
         assert len(report.corrupt) == 1
+        bank.evict([bank.append(token_group(3))], "y")
         bank.begin_iteration(1)
         bank.checkpoint(1, wait=True)
         bank.close(final=True)
