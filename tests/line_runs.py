@@ -32,7 +32,8 @@ class Run:
         """A kill, and a new session that restores."""
         self.session += 1
         parent = self.history.parent_of(iteration, session)
-        self.history.apply(self.session, Restored(iteration, mode, parent, tuple(lost)))
+        guessed = self.history.is_guess(iteration, parent, session)
+        self.history.apply(self.session, Restored(iteration, mode, parent, tuple(lost), guessed))
         return self.line
 
     @property

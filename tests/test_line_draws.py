@@ -52,6 +52,24 @@ def test_a_checkpoint_beyond_planned_draws_voids_them() -> None:
     assert (run.plan, run.pending) == ([(2, "cd")], "abefgh")
 
 
+@pytest.mark.parametrize("mode", ["replay", "requeue", "discard"])
+def test_planned_draws_that_a_session_skipped_before_it_saved_are_pending_though_it_was_killed_before_checkpoint(
+    mode: str,
+) -> None:
+    run = planned(draw("ab", 1), draw("cd", 2), draw("e", 3))  # session 2
+    run.restore(2, mode, session=2)  # it got to 2, and never drew ab
+    assert run.settled == ""
+    assert set("ab") <= set(run.pending)
+    assert run.history.evicted.keys() == (set("cde") if mode == "discard" else set())
+
+
+def test_planned_draws_before_a_checkpoint_that_no_line_is_known_to_have_reached_are_settled() -> None:
+    run = planned(draw("ab", 1), draw("cd", 2))
+    run.history.lines.pop(1)  # the session that drew them was let go of
+    run.restore(2)
+    assert seen(run) == ("ab", [(2, "cd")], "efgh")
+
+
 def test_a_draw_that_the_restore_cut_is_not_void_when_later_ones_are_drawn() -> None:
     run = Run("ab")
     run.restore(0)
@@ -141,8 +159,9 @@ def test_a_checkpoint_at_or_below_the_last_one_is_no_checkpoint() -> None:
 def test_a_checkpoint_beyond_the_last_begun_iteration_is_refused() -> None:
     run = example()
     run.restore(1)
-    with pytest.raises(InvalidDrawError, match=re.escape("checkpoint(2), but the last iteration begun is 0")):
-        run.line.check_checkpoint(2)
+    assert run.line.check_checkpoint(2)  # a restore begins the iteration that it resumes at
+    with pytest.raises(InvalidDrawError, match=re.escape("checkpoint(3), but the last iteration begun is 1")):
+        run.line.check_checkpoint(3)
     run.line.began = 4
     assert run.line.check_checkpoint(5)
     with pytest.raises(InvalidDrawError, match="5 is the highest"):

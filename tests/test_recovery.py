@@ -281,9 +281,9 @@ def test_without_the_snapshot_that_the_manifest_names_restore_refuses_until_told
             (path / "journal" / base).unlink()
         else:
             (path / "journal" / base).write_bytes(damaged)
-        with RolloutBank.open(path) as bank:
-            with pytest.raises(CorruptRecordError, match="at any iteration may be hidden"):
-                bank.restore(3)
+        refused = pytest.raises(CorruptRecordError, match="at any iteration may be hidden")
+        with RolloutBank.open(path) as bank, refused:
+            bank.restore(3)
         (path / "journal" / base).write_bytes(whole)
     (path / "journal" / base).unlink()
     with RolloutBank.open(path) as bank:

@@ -134,6 +134,24 @@ def test_a_span_that_the_checkpoint_cuts_comes_back_with_its_offset(path: Path) 
         assert bank.stats().archived_groups == 1
 
 
+def test_an_eviction_on_another_line_holds_again_once_what_beat_it_is_rolled_back(path: Path) -> None:
+    with RolloutBank.open(path) as bank:
+        bank.restore(0)
+        uid = bank.append(token_group(1))
+        bank.mark_consumed([uid], 0)
+        bank.checkpoint(1)
+        bank.restore(0, mode="discard")
+        bank.restore(1)
+        bank.begin_iteration(2)
+        bank.checkpoint(2)
+        bank.close(final=True)
+    (row, *_) = (row for file in (path / "archive").iterdir() for row in pq.read_table(file).to_pylist())
+    assert (row["outcome"], row["consumed_iteration"]) == ("consumed", 0)
+    with RolloutBank.open(path) as bank:
+        (draw,) = bank.restore(0).draws
+        assert (draw.groups, draw.lost) == ([], (uid,))
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_second_and_a_third_restore_below_it_are_as_right_as_the_first(path: Path, times: int) -> None:
     run = Run(path)

@@ -76,6 +76,7 @@ class Archivist:
         made = revival.prepare(self.store, self._ledger.state.history, iteration)
         history = self._ledger.state.history.copy()
         history.revive(made.draws)
+        history.evicted = made.evicted | history.evicted
         change = Change(
             file=made.file,
             replaced=made.replaced,

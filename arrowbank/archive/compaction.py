@@ -106,6 +106,7 @@ def fates(history: History, line: Line | None, settled_by: int, uids: Iterable[s
             known[uid] = Fate(
                 draw.iteration, draw.index, positions[uid], len(draw.uids), draw.session,
                 draw.state if positions[uid] == 0 else None, draw.span, "consumed" if settled else None,
+                history.evicted.get(uid),  # on another line: settled beats evicted, until a restore rolls it back
             )  # fmt: skip
     return known
 
@@ -165,10 +166,8 @@ def _is_over(group: GroupRef, history: History, settled_by: int) -> bool:
 def _ending(group: GroupRef, history: History, line: Line | None, settled_by: int) -> object:
     """What became of a group on a line; None while that is open."""
     draw = line.find(group.uid) if line is not None else None
-    if draw is not None and draw.end <= settled_by:
-        return draw.iteration, draw.index, draw.span
-    if line is not None and draw is not None and (line.owns(draw) or line.cuts(draw)):
-        return None
+    if line is not None and draw is not None and (line.is_made(draw) or line.cuts(draw)):
+        return (draw.iteration, draw.index, draw.span) if draw.end <= settled_by else None
     if group.uid in history.evicted:
         return "evicted"
     return "never drawn" if group.head["split"] != "train" else None

@@ -32,7 +32,7 @@ __all__ = ["Revival", "prepare"]
 
 _COLUMNS = [
     "group_uid", "member_index", "consumed_iteration", "consumed_draw", "consumed_position", "draw_size",
-    "draw_session", "span", "draw_state",
+    "draw_session", "span", "draw_state", "evict_reason",
 ]  # fmt: skip
 
 
@@ -48,6 +48,8 @@ class Revival:
     carried: tuple[Carried, ...]
     draws: tuple[LineDraw, ...]
     """What has left the archive."""
+    evicted: dict[str, str]
+    """Groups of these that another line evicted, with the reason."""
 
 
 def prepare(store: ArchiveStore, history: History, iteration: int) -> Revival:
@@ -63,7 +65,13 @@ def prepare(store: ArchiveStore, history: History, iteration: int) -> Revival:
     replaced = tuple(source.file.name for source, _ in affected)
     carried = _carry(store, affected)
     file = merge([source for source, _ in affected], store.target())
-    return Revival(iteration, replaced, file, carried, tuple(draw for draw, _ in draws.values()))
+    evicted = {
+        row["group_uid"]: row["evict_reason"]
+        for _, table in affected
+        for row in table.select(["group_uid", "evict_reason"]).to_pylist()
+        if row["evict_reason"] is not None
+    }
+    return Revival(iteration, replaced, file, carried, tuple(draw for draw, _ in draws.values()), evicted)
 
 
 def _affected(store: ArchiveStore, iteration: int) -> Iterator[tuple[Source, pa.Table]]:

@@ -65,6 +65,8 @@ class Restored:
     parent: int | None
     lost: tuple[str, ...] = ()
     """Groups of the plan that could not be read."""
+    guessed: bool = False
+    """Nothing said that the parent's line had got to this checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +282,7 @@ def _encode(entry: Entry) -> tuple[Columns, dict[str, Any]]:
 def _details(entry: Entry) -> dict[str, Any]:
     match entry:
         case Restored():
-            return {"mode": entry.mode, "parent": entry.parent} | ({"lost": entry.lost} if entry.lost else {})
+            return {"mode": entry.mode, "parent": entry.parent, "lost": entry.lost, "guessed": entry.guessed}
         case Drawn():
             return {"span": entry.span}
         case Evicted():
@@ -302,7 +304,8 @@ def _decode(record: Record) -> Entry:
         details = json.loads(row["details"])
         match row["kind"]:
             case "restored":
-                return Restored(row["iteration"], details["mode"], details["parent"], tuple(details.get("lost", ())))
+                lost, guessed = tuple(details["lost"]), bool(details["guessed"])
+                return Restored(row["iteration"], details["mode"], details["parent"], lost, guessed)
             case "drawn":
                 return Drawn(row["iteration"], tuple(row["uids"]), details["span"], row["state"])
             case "evicted":

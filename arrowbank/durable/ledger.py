@@ -71,11 +71,11 @@ class Ledger:
         """Take up the line that holds checkpoint ``iteration``."""
         history = self.state.history
         parent = history.parent_of(iteration, session)
-        lost: tuple[str, ...] = ()
-        if mode == "replay" and parent is not None:
-            plan = Line.inherit(self._session, history.lines[parent], iteration).plan()
-            lost = tuple(uid for draw in plan for uid in draw.uids if uid not in self.state.groups)
-        entry = Restored(iteration, mode, parent, lost)
+        guessed = history.is_guess(iteration, parent, session)
+        line = None if parent is None else history.lines[parent]
+        plan = Line.inherit(self._session, line, iteration, guessed=guessed).plan()
+        lost = tuple(uid for draw in plan for uid in draw.uids if uid not in self.state.groups)
+        entry = Restored(iteration, mode, parent, lost, guessed)
         self._journal.write([entry])
         history.apply(self._session, entry)
         self.restored = True

@@ -71,7 +71,7 @@ class Line:
     last_drawn: int = -1
     """The last iteration that the session itself drew at."""
     began: int = -1
-    """The last iteration begun or drawn at."""
+    """The last iteration begun or drawn at; a restore begins the one that it resumes at."""
     reach: int = 0
     """The highest checkpoint that this session may have got to."""
     lost: frozenset[str] = frozenset()
@@ -88,19 +88,25 @@ class Line:
         *,
         keep_plan: bool = True,
         lost: Iterable[str] = (),
+        guessed: bool = False,
     ) -> Line:
         """Rule 2: start a session's line at checkpoint ``iteration`` on its parent's.
 
         Without ``keep_plan``, draws that the checkpoint does not hold are forgotten; of one that it cuts, the part
-        that it holds is what stays.
+        that it holds is what stays. What the parent itself had planned before ``iteration`` and never drew, it skipped:
+        that is void, as a checkpoint would have made it; but not where it is ``guessed`` that the parent got there.
         """
         line = cls(session, None, iteration, last_checkpoint=iteration, reach=iteration, lost=frozenset(lost))
         line.makers = [(iteration, session)]
+        line.began = iteration
         if parent is not None:
             line.parent = parent.session
             line.makers = [*(part for part in parent.makers if part[0] < iteration), *line.makers]
             line.checkpoints = parent.checkpoints.upto(iteration)
+            skipped = [] if guessed else parent.skipped(before=iteration)
             for draw in parent.draws():
+                if draw.iteration in skipped and draw in parent.planned[draw.iteration]:
+                    continue
                 if draw.end <= iteration:
                     _put(line.made, draw)
                 elif keep_plan:
@@ -117,6 +123,10 @@ class Line:
     def owns(self, draw: LineDraw) -> bool:
         """Whether this session made the draw itself, or repeated it."""
         return draw.session == self.session
+
+    def is_made(self, draw: LineDraw) -> bool:
+        """Whether the draw is settled or the session's own, not only planned."""
+        return draw in self.made.get(draw.iteration, ())
 
     def cuts(self, draw: LineDraw) -> bool:
         """Whether the restored checkpoint holds a part of the draw's training."""
@@ -192,7 +202,7 @@ class Line:
 
     def check_checkpoint(self, iteration: int) -> bool:
         """Return False for a checkpoint at or below the last one; raise InvalidDrawError beyond what was begun."""
-        latest = max(self.began, self.last_drawn, self.resumed - 1) + 1
+        latest = self.began + 1
         if iteration > latest:
             raise InvalidDrawError(
                 f"checkpoint({iteration}), but the last iteration begun is {latest - 1}; a checkpoint counts complete "
@@ -273,9 +283,12 @@ class Line:
 
     def _void_skipped(self, before: int) -> None:
         """Void planned draws of skipped iterations; one that the resumed checkpoint cut in two is never void."""
-        skipped = [at for at in self.planned if self.resumed <= at < before]
-        for at in skipped:
+        for at in self.skipped(before):
             self._drop(self.planned[at])
+
+    def skipped(self, before: int) -> list[int]:
+        """The iterations of planned draws that are passed over when the session gets to ``before``."""
+        return [at for at in self.planned if self.resumed <= at < before]
 
     def _leave_planned(self, uids: Iterable[str]) -> None:
         """Take groups out of the planned draws that they are in."""
@@ -381,12 +394,13 @@ class History:
 
     def _restore(self, session: int, entry: Restored) -> None:
         parent = None if entry.parent is None else self.lines.get(entry.parent)
+        at, guessed = entry.iteration, entry.guessed
+        if entry.mode == "discard":
+            plan = Line.inherit(session, parent, at, guessed=guessed).plan()
+            self._evict((uid for draw in plan if draw.iteration >= at for uid in draw.uids), DISCARDED)
         keep_plan = entry.mode == "replay"
-        line = Line.inherit(session, parent, entry.iteration, keep_plan=keep_plan, lost=entry.lost)
+        line = Line.inherit(session, parent, at, keep_plan=keep_plan, lost=entry.lost, guessed=guessed)
         self.lines[session] = line
-        if entry.mode == "discard" and parent is not None:
-            rolled_back = (uid for draw in parent.draws() for uid in draw.uids if line.find(uid) is None)
-            self._evict(rolled_back, DISCARDED)
 
     def _evict(self, uids: Iterable[str], reason: str) -> None:
         for uid in uids:
@@ -434,6 +448,13 @@ class History:
         reaching = [one for one in newest if self.lines[one].reach >= iteration]
         return next(iter(reaching or newest), None)
 
+    def is_guess(self, iteration: int, parent: int | None, session: int | None) -> bool:
+        """Whether nothing says that the line taken for a checkpoint ever got to it."""
+        if session is not None or parent is None:
+            return False
+        line = self.lines[parent]
+        return iteration not in line.checkpoints and line.reach < iteration
+
     def _same_until(self, iteration: int, session: int, newest: Collection[int]) -> int:
         """Return the newest session that has the same draws up to ``iteration`` as ``session`` had there."""
         line = self.lines.get(session)
@@ -477,6 +498,6 @@ class History:
     def revive(self, draws: Collection[LineDraw]) -> None:
         """Groups have left the archive, and the draws that they were in are every line's again."""
         for line in self.lines.values():
-            known = {(draw.iteration, draw.index) for made in line.made.values() for draw in made}
+            known = {(draw.iteration, draw.index) for draw in line.draws()}
             line.revive(draw for draw in draws if (draw.iteration, draw.index) not in known)
         self.archived -= {uid for draw in draws for uid in draw.uids}
