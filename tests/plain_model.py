@@ -348,19 +348,12 @@ class PlainModel:
 
     def over(self, session: int) -> set[str]:
         """Groups that must be in the archive when the run is over: settled or evicted alike on all lines kept."""
-        by, evicted = max(self.carries(session), default=0), self.evicted
-        found = set()
-        for uid in self.groups:
-            fates = {Fate() if self._awaits(kept, uid) else self.fate(kept, uid, by) for kept in self.kept()}
-            half = {uid for kept in self.kept() for draw in self.line(kept) if draw.end > by for uid in draw.uids}
-            if len(fates) == 1 and fates != {Fate()} and not (uid in evicted and uid in half):
-                found.add(uid)
-        return found
-
-    def _awaits(self, session: int, uid: str) -> bool:
-        """Whether a group is to be trained on again on a line, whatever other lines have got to."""
-        draws = [draw for draw in self.line(session) if draw.how == "planned" and uid in draw.uids]
-        return uid not in self.evicted and any(draw.iteration >= self.resumed_at(session) for draw in draws)
+        by = max(self.carries(session), default=0)
+        held = {kept: min(by, self.last_checkpoint(kept)) for kept in self.kept()}
+        half = {uid for kept in held for draw in self.line(kept) if draw.end > by for uid in draw.uids}
+        fates = {uid: {self.fate(kept, uid, held[kept]) for kept in held} for uid in self.groups}
+        over = {uid for uid, ends in fates.items() if len(ends) == 1 and ends != {Fate()}}
+        return over - (half & self.evicted.keys())
 
     # -- rule 4: what is refused
 
