@@ -31,7 +31,11 @@ MUTANTS = {
         "parent.checkpoints.upto(iteration)",
         "parent.checkpoints.upto(iteration + 9)",
     ),
-    "discard evicts nothing": ('entry.mode == "discard" and parent is not None', "False"),
+    "discard evicts nothing": ('if entry.mode == "discard":', "if False:"),
+    "discard evicts the groups of skipped draws, too": (
+        "for draw in plan if draw.iteration >= at for uid",
+        "for draw in parent.draws() for uid",
+    ),
     "discard gives evicted groups another reason": (
         "self.evicted.setdefault(uid, reason)",
         "self.evicted[uid] = reason",
@@ -79,6 +83,18 @@ MUTANTS = {
         "next(iter(reaching or newest), None)",
         "next(iter(newest), None)",
     ),
+    "what a session skipped before it saved is settled": (
+        "skipped = [] if guessed else parent.skipped(before=iteration)",
+        "skipped = []",
+    ),
+    "of a checkpoint that nobody got to, planned draws are void": (
+        "return iteration not in line.checkpoints and line.reach < iteration",
+        "return False",
+    ),
+    "a session is known by its parent only, not by who got how far": (
+        "line.makers = [*(part for part in parent.makers if part[0] < iteration), *line.makers]",
+        "pass",
+    ),
     "a named session means its very line": (
         "if line is not None and iteration <= line.resumed:",
         "if line is not None:",
@@ -118,6 +134,7 @@ def test_the_tests_are_green_without_a_mutant() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_tests_of_lines_catch(name: str) -> None:
     old, new = MUTANTS[name]
