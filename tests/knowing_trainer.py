@@ -104,6 +104,8 @@ class KnowingTrainer:
         self.parquet: dict[str, list[tuple[Any, ...]]] = {}
         """Rows by file name: names never recur."""
         self.saved: dict[int, Weights] = {0: Weights()}
+        self.calls = 0
+        """Of the bank, since it was restored."""
         self.dies_after: int | None = None
         """Calls to the system that the next call of the bank may still make."""
         self.bank: RolloutBank
@@ -129,6 +131,7 @@ class KnowingTrainer:
         Return whether the call returned to a living process.
         """
         note(text if self.dies_after is None else f"{text}, dying after {self.dies_after} calls to the system")
+        self.calls += 1
         if self.dies_after is None:
             call()
             self._change(changes[-1])
@@ -167,6 +170,10 @@ class KnowingTrainer:
 
     def ready(self) -> bool:
         return self.restored or self.may_train
+
+    def has_worked(self) -> bool:
+        """Whether there is something new to lose; now and then, also when there is not."""
+        return not self.restored or self.calls > 2 or self.calls == len(self.names) % 4
 
     def short(self, uids: Iterable[str]) -> str:
         return "[" + ",".join(self.names.get(uid, uid) for uid in uids) + "]"
@@ -307,7 +314,7 @@ class KnowingTrainer:
         self.worlds = [world for world in self.worlds if world.keeps(at, named)]
         assert self.worlds, "restored, although no line with this history is kept"
         note(f"… as session {self.bank.session}")
-        self.restored = True
+        self.restored, self.calls = True, 0
         self.step, self.finalizers = at, []
         self.check_restored(found[0], weights)
         self.check_archive()

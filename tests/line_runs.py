@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from arrowbank.durable.history import History
 from arrowbank.durable.journal import Checkpointed, Drawn, Evicted, Restored
-from arrowbank.durable.line import History, Line
+from arrowbank.durable.line import Line
 
 __all__ = ["Run", "draw", "example", "planned", "seen"]
 

@@ -6,7 +6,8 @@ import pytest
 from line_runs import Run, draw, example, seen
 
 from arrowbank.durable.checkpoints import Checkpoints
-from arrowbank.durable.line import DISCARDED, History, Line
+from arrowbank.durable.history import DISCARDED, History
+from arrowbank.durable.line import Line
 from arrowbank.errors import HistoryGoneError
 
 # -- the examples

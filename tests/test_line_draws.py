@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 import pytest
 from line_runs import Run, draw, example, planned, seen
 
+from arrowbank.durable.history import DISCARDED, History
 from arrowbank.durable.journal import Checkpointed, Drawn, Restored
-from arrowbank.durable.line import DISCARDED, History, Line
+from arrowbank.durable.line import Line
 from arrowbank.errors import InvalidDrawError
 
 # -- what drawing does to the plan

@@ -1,4 +1,4 @@
-"""Each rule of ``durable/line.py`` is held by a test: without it, the tests of lines turn red.
+"""Each rule of ``line`` and ``history`` (under durable/) is held by a test: without it, the tests of lines turn red.
 
 Every mutant drops or bends one rule in the source, and runs the tests of lines against it in a process of its own.
 """
@@ -14,7 +14,7 @@ import pytest
 
 import arrowbank.durable.line
 
-SOURCE = Path(arrowbank.durable.line.__file__)
+DURABLE = Path(arrowbank.durable.line.__file__).parent
 TESTS = Path(__file__).parent
 
 MUTANTS = {
@@ -109,28 +109,28 @@ MUTANTS = {
 
 _RUN = """
 import importlib.util, sys, pathlib, pytest
-old, new, source, *tests = sys.argv[1:]
+old, new, durable, *tests = sys.argv[1:]
 import arrowbank.durable.checkpoints, arrowbank.durable.journal
-text = pathlib.Path(source).read_text().replace(old, new)
-spec = importlib.util.spec_from_loader("arrowbank.durable.line", loader=None)
-module = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = module
-exec(compile(text, source, "exec"), module.__dict__)
+for name in ("line", "history"):
+    source = pathlib.Path(durable, f"{name}.py")
+    spec = importlib.util.spec_from_loader(f"arrowbank.durable.{name}", loader=None)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    exec(compile(source.read_text().replace(old, new), source, "exec"), module.__dict__)
 sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
 """
 
 
 def run_with(old: str, new: str) -> subprocess.CompletedProcess[str]:
-    """Run the tests of lines with one piece of the source replaced."""
+    """Run the tests of lines with one piece of the sources replaced."""
     tests = [str(TESTS / name) for name in ("test_line.py", "test_line_draws.py", "test_snapshot.py")]
-    command = [sys.executable, "-c", _RUN, old, new, str(SOURCE), *tests]
+    command = [sys.executable, "-c", _RUN, old, new, str(DURABLE), *tests]
     return subprocess.run(
         command, capture_output=True, text=True, cwd=TESTS, env=os.environ | {"PYTHONPATH": str(TESTS)}
     )
 
 
 def test_the_tests_are_green_without_a_mutant() -> None:
-    done = run_with("", "")
+    done = run_with("\0", "")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -138,6 +138,7 @@ def test_the_tests_are_green_without_a_mutant() -> None:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_tests_of_lines_catch(name: str) -> None:
     old, new = MUTANTS[name]
-    assert SOURCE.read_text().count(old) == 1, f"{name}: the source has changed; mutate it where the rule is now"
+    sources = [(DURABLE / f"{module}.py").read_text() for module in ("line", "history")]
+    assert sum(text.count(old) for text in sources) == 1, f"{name}: the source has changed; mutate it where the rule is"
     done = run_with(old, new)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, f"{name}: survived\n{done.stdout}{done.stderr}"

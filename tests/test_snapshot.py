@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from arrowbank.durable.checkpoints import Checkpoints
+from arrowbank.durable.history import History
 from arrowbank.durable.journal import (
     Abandoned,
     Checkpointed,
@@ -21,7 +22,6 @@ from arrowbank.durable.journal import (
     read_journal,
 )
 from arrowbank.durable.layout import BankPaths
-from arrowbank.durable.line import History
 from arrowbank.durable.segment import SegmentFacts
 from arrowbank.durable.snapshot import load_snapshot, make_snapshot
 

@@ -66,11 +66,6 @@ class Histories(KnowingTrainer, RuleBasedStateMachine):
         evicted = rng.choice([None] * 5 + ["rejected"])
         self.append(rng.randint(1, 3), rng, split=split, evicted=evicted, many=rng.random() < 0.4)
 
-    @rule(skip=st.sampled_from([0, 0, 1, 2]))
-    @when(KnowingTrainer.ready)
-    def begin_iteration(self, skip: int) -> None:
-        self.begin(max(self.bank.iteration, self.step) + skip)
-
     # -- training
 
     @rule(count=st.sampled_from([1, 1, 2, 3]), seed=Seeds)
@@ -99,32 +94,15 @@ class Histories(KnowingTrainer, RuleBasedStateMachine):
         at = self.floor() + rng.choice([0, 0, 0, 0, 1, 1, 2])
         self.mark(at, uids, rng.choice([1, 1, 1, 2, 3]), rng.choice([None, b"%d" % seed, b""]))
 
-    @rule(seed=Seeds)
+    @rule(steps=st.sampled_from([1, 1, 1, 2, 0]), ahead=st.sampled_from([None, 0, 0, 1]), saves=st.booleans())
     @when(KnowingTrainer.ready)
-    def draw_again(self, seed: int) -> None:
-        """Repeating a draw exactly is no draw, as long as no checkpoint settles it."""
-        session = self.bank.session
-        resumed, last = self.model.resumed_at(session), self.model.last_checkpoint(session)
-        own = [draw for draw in self.model.line(session) if draw.how == "own" and draw.end > last]
-        if own:
-            draw = random.Random(seed).choice(own)
-            at = draw.iteration if draw.iteration >= resumed else resumed + seed % (draw.end - resumed)
-            if self.agreed(lambda world: world.judge_draw(session, at, draw.uids, draw.span)) == "same":
-                note(f"again: mark_consumed({self.short(draw.uids)}, {at}, span={draw.span})")
-                self.bank.mark_consumed(draw.uids, at, span=draw.span, state=draw.state)
-
-    @rule(skip=st.sampled_from([0, 0, 0, 0, 1]), begin=st.booleans())
-    @when(KnowingTrainer.ready)
-    def train(self, skip: int, begin: bool) -> None:
-        """Run a step, and maybe leave one out."""
-        if begin and self.step >= self.bank.iteration:
-            self.begin(self.step)
-        self.step += 1 + skip
-
-    @rule()
-    @when(KnowingTrainer.ready)
-    def save_model(self) -> None:
-        self.save()
+    def train(self, steps: int, ahead: int | None, saves: bool) -> None:
+        """Begin an iteration, or not; run its step, leave one out, or do nothing; save the model, or not."""
+        if ahead is not None:
+            self.begin(max(self.step, self.bank.iteration) + ahead)
+        self.step += steps
+        if saves:
+            self.save()
 
     @rule(which=st.sampled_from([0, 0, 0, 1, 2]), wait=st.booleans())
     @when(lambda trainer: trainer.ready() and trainer.finalizers)
@@ -132,22 +110,26 @@ class Histories(KnowingTrainer, RuleBasedStateMachine):
         """Tell of a model checkpoint; late, or out of order, or again."""
         self.tell(self.finalizers[-1 - which % len(self.finalizers)], wait=wait)
 
-    @rule(seed=Seeds, tell=st.sampled_from([True, True, False]))
+    @rule(seed=Seeds, iterations=st.integers(1, 4), tells=st.booleans())
     @when(KnowingTrainer.ready)
-    def iterate(self, seed: int, tell: bool) -> None:
-        """One iteration as trainers run it."""
+    def iterate(self, seed: int, iterations: int, tells: bool) -> None:
+        """Iterations as trainers run them: one draw or two, of the plan while it lasts, then of what there is."""
         rng = random.Random(seed)
-        if self.step >= self.bank.iteration:
-            self.begin(self.step)
-        self.append(2, rng, split="train", evicted=None, many=True)
-        planned = [draw for draw in self.model.plan(self.bank.session) if draw.iteration == self.step]
-        if self.floor() == self.step:
-            for uids in [draw.uids for draw in planned if draw.uids] or [tuple(self.drawable()[-3:])]:
-                self.mark(self.step, uids, rng.choice([1, 1, 2]), b"%d" % seed)
-        self.step += 1
-        self.save()
-        if tell:
-            self.tell(self.step, wait=rng.random() < 0.5)
+        session = self.bank.session
+        for _ in range(iterations):
+            if self.step >= self.bank.iteration:
+                self.begin(self.step)
+            self.append(rng.randint(1, 3), rng, split="train", evicted=None, many=True)
+            for _ in range(rng.choice([1, 1, 2])):
+                planned = [one.uids for one in self.model.plan(session) if one.iteration == self.step and one.uids]
+                if self.floor() == self.step:
+                    uids = planned[0] if planned else tuple(self.drawable()[-rng.randint(1, 3) :])
+                    self.mark(self.step, uids, rng.choice([1, 1, 2, 3]), b"%d" % seed)
+            self.step += 1
+            if rng.random() < 0.7:
+                self.save()
+                if tells:
+                    self.tell(self.step, wait=rng.random() < 0.5)
 
     @rule(seed=Seeds)
     @when(KnowingTrainer.ready)
@@ -162,7 +144,29 @@ class Histories(KnowingTrainer, RuleBasedStateMachine):
                 lambda world: world.evict(uids, reason),
             )
 
-    # -- refusals
+    # -- calls that change nothing
+
+    @rule(seed=Seeds, what=st.sampled_from(["repeated draw", "draw", "other"]))
+    def change_nothing(self, seed: int, what: str) -> None:
+        """Repeat a draw; or try what no trainer could have done, which raises."""
+        if what == "draw":
+            self._refused_draw(seed)
+        elif what == "other":
+            self._refused_otherwise(seed)
+        elif self.ready():
+            self._draw_again(seed)
+
+    def _draw_again(self, seed: int) -> None:
+        """Repeating a draw exactly is no draw, as long as no checkpoint settles it."""
+        session = self.bank.session
+        resumed, last = self.model.resumed_at(session), self.model.last_checkpoint(session)
+        own = [draw for draw in self.model.line(session) if draw.how == "own" and draw.end > last]
+        if own:
+            draw = random.Random(seed).choice(own)
+            at = draw.iteration if draw.iteration >= resumed else resumed + seed % (draw.end - resumed)
+            if self.agreed(lambda world: world.judge_draw(session, at, draw.uids, draw.span)) == "same":
+                note(f"again: mark_consumed({self.short(draw.uids)}, {at}, span={draw.span})")
+                self.bank.mark_consumed(draw.uids, at, span=draw.span, state=draw.state)
 
     def _all_refused(self, judged: Callable[[], object]) -> bool:
         """Whether a call must be refused, whatever has happened; all are, before restore on a bank with groups."""
@@ -170,9 +174,7 @@ class Histories(KnowingTrainer, RuleBasedStateMachine):
             return judged() == "refused"
         return all(world.groups for world in self.worlds)
 
-    @rule(seed=Seeds)
-    def refused_draw(self, seed: int) -> None:
-        """What no trainer could have drawn raises, and changes nothing."""
+    def _refused_draw(self, seed: int) -> None:
         rng = random.Random(seed)
         session = self.bank.session
         pool = [*self.model.groups, "unknown"]
@@ -184,8 +186,7 @@ class Histories(KnowingTrainer, RuleBasedStateMachine):
             with pytest.raises(InvalidDrawError):
                 self.bank.mark_consumed(uids, at, span=span)
 
-    @rule(seed=Seeds)
-    def refused_otherwise(self, seed: int) -> None:
+    def _refused_otherwise(self, seed: int) -> None:
         rng = random.Random(seed)
         session = self.bank.session
         pool = [*self.model.groups, "unknown"]
@@ -205,34 +206,36 @@ class Histories(KnowingTrainer, RuleBasedStateMachine):
 
     # -- the end of a process, and resume
 
-    @rule(seed=Seeds)
-    def restore(self, seed: int) -> None:
-        """Go on from a model checkpoint, the latest or an older one."""
+    @rule(how=st.sampled_from(["", "kill", "close", "final"]), keep=st.sampled_from([1, 2]), seed=Seeds)
+    @when(KnowingTrainer.has_worked)
+    def go_on(self, how: str, keep: int, seed: int) -> None:
+        """Resume, mostly in a new process."""
+        if how:
+            self.end(how)
+            self.open(keep)
+        if not how or seed % 8:
+            self._restore(seed)
+
+    def _restore(self, seed: int) -> None:
+        """Restore the latest model checkpoint or an older one."""
         rng = random.Random(seed)
         ages = sorted(self.saved, reverse=True)
-        weights = self.saved[ages[min(rng.choice([0, 0, 0, 1, 1, 2, 3, 99]), len(ages) - 1)]]
-        modes: list[Mode] = ["replay", "replay", "replay", "requeue", "discard"]
+        weights = self.saved[ages[min(rng.choice([0, 0, 1, 1, 2, 3, 99]), len(ages) - 1)]]
+        modes: list[Mode] = ["replay", "replay", "replay", "replay", "requeue", "discard"]
         later = [one for one in self.model.kept() if self.model.resumed_at(one) >= weights.iteration]
         named = rng.choice([None, None, weights.session, weights.session, *later])
         self.resume(weights, rng.choice(modes), named)
-
-    @rule(how=st.sampled_from(["kill", "kill", "close", "final"]), keep=st.sampled_from([1, 2]), seed=Seeds)
-    def restart(self, how: str, keep: int, seed: int) -> None:
-        self.end(how)
-        self.open(keep)
-        if seed % 8:
-            self.restore(seed)
 
     @rule(
         what=st.sampled_from(["checkpoint", "restore", "final"] * 2 + ["open", "draw", "append", "evict"]),
         after=st.integers(0, 40),
         seed=Seeds,
     )
-    @when(lambda trainer: len(trainer.worlds) < 4)
+    @when(lambda trainer: trainer.has_worked() and len(trainer.worlds) < 4)
     def die_inside(self, what: str, after: int, seed: int) -> None:
         """Die inside a call, and resume."""
         calls: dict[str, Callable[[], object]] = {
-            "restore": lambda: self.restore(seed),
+            "restore": lambda: self._restore(seed),
             "append": lambda: self.append_groups(seed),
             "final": lambda: self.call("close(final)", lambda: self.bank.close(final=True), lambda _: None),
         }
@@ -244,13 +247,13 @@ class Histories(KnowingTrainer, RuleBasedStateMachine):
         if what == "open":
             self._die_in_open(after)
         elif what in calls:
-            self.dies_after = after
+            self.dies_after = after if what in ("checkpoint", "restore", "final") else after % 8
             calls[what]()
             self.dies_after = None
         if bank is self.bank and what == "final":
             self.open(1)
         if not self.restored and seed % 8:
-            self.restore(seed)
+            self._restore(seed)
 
     def _die_in_open(self, after: int) -> None:
         drop(self.bank)
@@ -270,7 +273,7 @@ class Histories(KnowingTrainer, RuleBasedStateMachine):
                 note("the end")
                 self.end("final")
                 self.open(1)
-                self.restore(0)
+                self._restore(0)
         finally:
             self.clear()
 

@@ -16,10 +16,10 @@ from arrowbank.archive.compactor import Compactor
 from arrowbank.archive.store import ArchiveStore, Change
 from arrowbank.durable import quarantine
 from arrowbank.durable.appender import Appender
+from arrowbank.durable.history import History
 from arrowbank.durable.journal import Facts, Journal, Snapshot
 from arrowbank.durable.layout import JournalName
 from arrowbank.durable.ledger import Ledger
-from arrowbank.durable.line import History
 from arrowbank.durable.recovery import State, read_state
 from arrowbank.durable.snapshot import make_snapshot
 from arrowbank.durable.stream import Damage

@@ -18,8 +18,9 @@ import pyarrow as pa
 from arrowbank.archive.carry import Carried, CarryWriter
 from arrowbank.archive.parquet import TABLE_BYTES, describe_file, write_parquet
 from arrowbank.archive.rows import widen
+from arrowbank.durable.history import History
 from arrowbank.durable.layout import CARRY, BankPaths, SegmentName
-from arrowbank.durable.line import History, Line, LineDraw
+from arrowbank.durable.line import Line, LineDraw
 from arrowbank.durable.manifest import ArchiveFile
 from arrowbank.durable.recovery import State
 from arrowbank.durable.segment import GroupRef, read_segment

@@ -23,8 +23,9 @@ from arrowbank.archive.carry import Carried, CarryWriter
 from arrowbank.archive.merging import Source, merge
 from arrowbank.archive.rows import narrow
 from arrowbank.archive.store import ArchiveStore
+from arrowbank.durable.history import History
 from arrowbank.durable.layout import CARRY, SegmentName
-from arrowbank.durable.line import History, LineDraw
+from arrowbank.durable.line import LineDraw
 from arrowbank.durable.manifest import ArchiveFile
 from arrowbank.errors import ReplayUnavailableError
 

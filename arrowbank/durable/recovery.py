@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from arrowbank.durable.history import History
 from arrowbank.durable.journal import Entry, Facts, Snapshot, read_journal
 from arrowbank.durable.layout import BankPaths, JournalName, SegmentName
-from arrowbank.durable.line import History
 from arrowbank.durable.manifest import Manifest
 from arrowbank.durable.segment import GroupRef, read_segment
 from arrowbank.durable.snapshot import load_snapshot

@@ -15,8 +15,9 @@ from itertools import groupby, islice
 from typing import Any
 
 from arrowbank.durable.checkpoints import Checkpoints, Run
+from arrowbank.durable.history import History
 from arrowbank.durable.journal import Abandoned, Facts, Snapshot
-from arrowbank.durable.line import History, Line, LineDraw
+from arrowbank.durable.line import Line, LineDraw
 
 __all__ = ["load_snapshot", "make_snapshot"]
 
