@@ -350,10 +350,15 @@ class PlainModel:
         """Groups that must be in the archive when the run is over: settled or evicted alike on all lines kept."""
         by = max(self.carries(session), default=0)
         held = {kept: min(by, self.last_checkpoint(kept)) for kept in self.kept()}
-        half = {uid for kept in held for draw in self.line(kept) if draw.end > by for uid in draw.uids}
+        drawn = [(kept, draw) for kept in held for draw in self.line(kept)]
+        half = {uid for kept, draw in drawn if self._is_open(kept, draw, held) for uid in draw.uids}
         fates = {uid: {self.fate(kept, uid, held[kept]) for kept in held} for uid in self.groups}
         over = {uid for uid, ends in fates.items() if len(ends) == 1 and ends != {Fate()}}
         return over - (half & self.evicted.keys())
+
+    def _is_open(self, session: int, draw: Placed, held: dict[int, int]) -> bool:
+        """Whether a line may still come to settle a draw without drawing it again."""
+        return draw.end > held[session] and (draw.how == "own" or draw.iteration < self.resumed_at(session))
 
     # -- rule 4: what is refused
 
