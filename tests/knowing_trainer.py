@@ -122,6 +122,7 @@ class KnowingTrainer:
         self.bank = RolloutBank.open(self.path, takeover="force", keep_checkpoints=keep)
         self.restored = False
         self.may_train = not any(world.groups for world in self.worlds)
+        self.must_restore = all(world.groups for world in self.worlds)
         self.step, self.history = 0, list[Trained]()
         self.finalizers: list[int] = []
 

@@ -172,7 +172,7 @@ class Histories(KnowingTrainer, RuleBasedStateMachine):
         """Whether a call must be refused, whatever has happened; all are, before restore on a bank with groups."""
         if self.ready():
             return judged() == "refused"
-        return all(world.groups for world in self.worlds)
+        return self.must_restore
 
     def _refused_draw(self, seed: int) -> None:
         rng = random.Random(seed)

@@ -33,7 +33,7 @@ class Compactor:
         check_fence: Callable[[], None],
     ) -> None:
         self.error: Exception | None = None
-        self._store = store
+        self._store, self._root = store, store.paths.root
         self._plan, self._roll, self._forget, self._check_fence = plan, roll, forget, check_fence
         self._executor: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
@@ -66,6 +66,8 @@ class Compactor:
 
     def _run(self, settled_by: int, last: bool) -> None:
         try:
+            if self._store.unfinished is not None:
+                self._store.tidy()
             task = self._plan(settled_by)
             if task is not None:
                 made = execute(task)
@@ -75,10 +77,12 @@ class Compactor:
             self._merge()
             if last:
                 self._store.finish()
-            self.error = None
+            self.error = self._store.unfinished
+            if self.error is not None:
+                _log.warning("%s: tidying up failed; the next checkpoint tries again: %s", self._root, self.error)
         except Exception as error:
             self.error = self._fenced() or error
-            _log.warning("%s: compaction failed; the next checkpoint tries again: %s", self._store.paths.root, error)
+            _log.warning("%s: compaction failed; the next checkpoint tries again: %s", self._root, self.error)
 
     def _merge(self) -> None:
         """Merge small files while there are too many."""

@@ -17,7 +17,8 @@ from pathlib import Path
 from arrowbank.archive.parquet import write_parquet
 from arrowbank.durable import files
 from arrowbank.durable.layout import ArchiveName, BankPaths, JournalName, SegmentName
-from arrowbank.durable.manifest import ArchiveFile, Manifest, create_manifest, write_manifest
+from arrowbank.durable.manifest import ArchiveFile, Manifest, create_manifest, read_manifest, write_manifest
+from arrowbank.errors import CorruptManifestError
 
 __all__ = ["ArchiveStore", "Change", "create_bank"]
 
@@ -61,6 +62,8 @@ class ArchiveStore:
         self.tmp = paths.session_tmp(session)
         self._check_fence = check_fence
         self._numbers = itertools.count()
+        self.unfinished: OSError | None = None
+        """What kept the last commit from being tidied up."""
         self._unlinked: frozenset[str] = frozenset()
         """Retired segments whose unlinking is durable: the next commit need not name them any more."""
 
@@ -80,8 +83,7 @@ class ArchiveStore:
         self._remove([entry for entry in directory.iterdir() if entry.name not in listed], directory)
         unnamed = [self.paths.segments / str(name) for name in carried if str(name) not in self.manifest.carried]
         self._remove(unnamed, self.paths.segments)
-        if not self.paths.archive.is_symlink() or self.paths.archive.readlink() != _target(self.manifest.version):
-            _point(self.paths, self.tmp, self.manifest.version)
+        self._set_link()
         self._clean_up(self.manifest, self.manifest.retired)
 
     def commit(self, change: Change, roll: Callable[[], JournalName] | None = None) -> None:
@@ -89,26 +91,52 @@ class ArchiveStore:
 
         roll: begins a new part of the journal that sums up the bank as it is after this commit.
 
-        Durability: on return the files and the manifest that names them survive power loss. Inputs of earlier commits
-        are unlinked then, those of this one by the next commit, so that readers holding the old manifest can go on.
+        Durability: on return the files and the manifest that names them survive power loss, unless ``unfinished`` says
+        otherwise. Inputs of earlier commits are unlinked then, those of this one by the next commit, so that readers
+        holding the old manifest can go on.
+        Raises: OSError, FencedError; then nothing has changed. Once the manifest is replaced it does not raise OSError
+        any more, since the owner must take note: what is left undone is in ``unfinished``, and the next commit does it.
         """
         old = self.manifest
         self._check_fence()
+        self._require_known_manifest()
         for name in change.carried:
             files.publish(self.tmp / str(name), self.paths.segments / str(name))
         version = self._new_version(change) if change.replaced else old.version
         if change.file is not None:
             files.publish(self.tmp / change.file.name, self.paths.version(version) / change.file.name)
         new = self._changed(change, version, roll)
-        write_manifest(self.paths, new, self.tmp)
+        self.unfinished = None
+        try:
+            write_manifest(self.paths, new, self.tmp)
+        except OSError as error:
+            if read_manifest(self.paths) != new:
+                raise
+            self.unfinished = error  # replaced; only whether that survives a power cut is open
         self.manifest = new
-        if version != old.version:
-            _point(self.paths, self.tmp, version)
-        self._clean_up(old, [name for name, at in new.retired.items() if at < new.commit])
+        if self.unfinished is None:
+            self.tidy(old)
+
+    def tidy(self, old: Manifest | None = None) -> None:
+        """Do what a commit leaves to be done: set the link, remove what is older than the manifest before."""
+        self.unfinished = None
+        try:
+            self._set_link()
+            before = [name for name, at in self.manifest.retired.items() if at < self.manifest.commit]
+            self._clean_up(old or self.manifest, before)
+        except OSError as error:
+            self.unfinished = error
+
+    def _require_known_manifest(self) -> None:
+        """An interrupted commit may have left another manifest than this handle knows: do not go on from that."""
+        if read_manifest(self.paths) != self.manifest:
+            raise CorruptManifestError(
+                self.paths.manifest, "not the one that this handle wrote last", hint="Open the bank again"
+            )
 
     def finish(self) -> None:
         """Commit until nothing retired is left behind: at the end of a run."""
-        while self.manifest.retired:
+        while self.manifest.retired and self.unfinished is None:
             self.commit(Change())
 
     def _changed(self, change: Change, version: int, roll: Callable[[], JournalName] | None) -> Manifest:
@@ -145,6 +173,11 @@ class ArchiveStore:
             files.link(old / name, directory / name)
         files.fsync_directory(directory)
         return version
+
+    def _set_link(self) -> None:
+        """Point ``archive`` at the manifest's version, before any directory that it may point at is removed."""
+        if not self.paths.archive.is_symlink() or self.paths.archive.readlink() != _target(self.manifest.version):
+            _point(self.paths, self.tmp, self.manifest.version)
 
     def _clean_up(self, manifest: Manifest, retired: Iterable[str]) -> None:
         """Remove what is older than ``manifest``: retired segments, version directories, parts of the journal."""

@@ -180,9 +180,7 @@ class Journal:
         Until the manifest does, the snapshot says nothing, and nothing depends on it. Raises OSError, FencedError.
         """
         with self._lock:
-            if self._stream is not None:
-                self._stream.close()
-                self._stream = None
+            self._leave_part()
             self._write([snapshot(self._facts)])
             return JournalName(self._session, self._part - 1)
 
@@ -238,13 +236,17 @@ class Journal:
         except OSError as error:
             _log.warning("journal: could not annul what was written after a takeover (%s)", error)
 
+    def _leave_part(self) -> None:
+        """Let go of the part that was written to; a failure to mark its end leaves it as valid as it was."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
     def _ready(self) -> StreamWriter:
         """Return the stream to write to: a new one at first, and after one that failed."""
         if self._stream is not None and not self._stream.poisoned:
             return self._stream
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        self._leave_part()
         name = str(JournalName(self._session, self._part))
         self._part += 1
         tmp = self._paths.session_tmp(self._session)
