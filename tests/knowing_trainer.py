@@ -39,16 +39,16 @@ class Death(BaseException):
 
 
 class KillSwitch:
-    """Lets ``after`` writing calls to the system pass; then all of them raise, in every thread, as for the dead."""
+    """Lets some writing calls to the system pass, of all or of one name; then each raises, in any thread, as if dead."""
 
     CALLS: ClassVar = (
         "fdatasync", "fsync", "link", "mkdir", "pwrite", "pwritev", "remove", "rename", "replace", "rmdir", "symlink",
         "unlink", "write",
     )  # fmt: skip
 
-    def __init__(self, after: int) -> None:
-        self.left = after
+    def __init__(self, after: int, only: str = "") -> None:
         self.fired = False
+        self._left, self._only = after, only
         self._lock = threading.Lock()
         self._calls = {name: getattr(os, name) for name in self.CALLS}
 
@@ -57,6 +57,9 @@ class KillSwitch:
             setattr(os, name, self._guarded(name, call))
         return self
 
+    def __str__(self) -> str:
+        return f"dying after {self._left} calls of {self._only or 'anything'}"
+
     def __exit__(self, *_: object) -> None:
         for name, call in self._calls.items():
             setattr(os, name, call)
@@ -64,8 +67,8 @@ class KillSwitch:
     def _guarded(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*args: Any, **options: Any) -> Any:
             with self._lock:
-                self.left -= 1
-                self.fired = self.fired or self.left < 0
+                self._left -= self._only in ("", name)
+                self.fired = self.fired or self._left < 0
             if self.fired:
                 raise Death(name)
             return call(*args, **options)
@@ -106,8 +109,8 @@ class KnowingTrainer:
         self.saved: dict[int, Weights] = {0: Weights()}
         self.calls = 0
         """Of the bank, since it was restored."""
-        self.dies_after: int | None = None
-        """Calls to the system that the next call of the bank may still make."""
+        self.death: KillSwitch | None = None
+        """What ends the next call of the bank."""
         self.bank: RolloutBank
         self.open(2)
 
@@ -123,21 +126,20 @@ class KnowingTrainer:
         self.restored = False
         self.may_train = not any(world.groups for world in self.worlds)
         self.must_restore = all(world.groups for world in self.worlds)
-        self.step, self.history = 0, list[Trained]()
-        self.finalizers: list[int] = []
+        self.step, self.history, self.finalizers = 0, list[Trained](), list[int]()
 
     def call(self, text: str, call: Callable[[], Any], *changes: Callable[[PlainModel], object]) -> bool:
         """Call the bank. When it dies inside, any of the changes may have been made, or none; else the last one was.
 
         Return whether the call returned to a living process.
         """
-        note(text if self.dies_after is None else f"{text}, dying after {self.dies_after} calls to the system")
+        note(text if self.death is None else f"{text}, {self.death}")
         self.calls += 1
-        if self.dies_after is None:
+        if self.death is None:
             call()
             self._change(changes[-1])
             return True
-        with KillSwitch(self.dies_after) as switch:
+        with self.death as switch:
             returned = False
             try:
                 call()
@@ -147,7 +149,7 @@ class KnowingTrainer:
                     raise
             if switch.fired:
                 drop(self.bank)
-        self.dies_after = None
+        self.death = None
         if returned:
             self._change(changes[-1])
         else:
@@ -182,10 +184,7 @@ class KnowingTrainer:
     def end(self, how: str) -> None:
         """Let go of the handle: "kill", "close", or "final"."""
         note(how)
-        if how == "kill":
-            drop(self.bank)
-        else:
-            self.bank.close(final=how == "final")
+        drop(self.bank) if how == "kill" else self.bank.close(final=how == "final")
         if how == "final" and self.restored:
             self.check_archive(complete=True)
 
@@ -412,10 +411,8 @@ class KnowingTrainer:
         session = self.bank.session
         by, groups = world.last_checkpoint(session), world.groups
         archived = {row[0] for row in rows}
-        if not archived <= groups.keys():
-            return "an append that was never made"
-        if len(rows) != sum(groups[uid].members for uid in archived):
-            return "a group is not whole"
+        if not archived <= groups.keys() or len(rows) != sum(groups[uid].members for uid in archived):
+            return "a group is not whole, or was never appended"
         for uid, _, *told in rows:
             fate = world.fate(session, uid, by)
             never_drawn = groups[uid].split != "train" and fate == Fate()

@@ -173,11 +173,8 @@ class PlainModel:
     @property
     def evicted(self) -> dict[str, str]:
         """Group → the first reason that was given."""
-        found: dict[str, str] = {}
-        for event in self.log:
-            if isinstance(event, Evicted):
-                found = dict.fromkeys(event.uids, event.reason) | found
-        return found
+        events = [event for event in self.log if isinstance(event, Evicted)]
+        return {uid: event.reason for event in reversed(events) for uid in event.uids}
 
     # -- sessions
 
@@ -327,8 +324,7 @@ class PlainModel:
 
     def pending(self, session: int) -> dict[str, list[str]]:
         """Environment → uids, oldest first."""
-        drawn = {uid for draw in self.line(session) for uid in draw.uids}
-        evicted = self.evicted
+        drawn, evicted = {uid for draw in self.line(session) for uid in draw.uids}, self.evicted
         found: dict[str, list[str]] = {}
         for uid, group in self.groups.items():
             if group.split == "train" and uid not in drawn and uid not in evicted:
@@ -350,15 +346,12 @@ class PlainModel:
         """Groups that must be in the archive when the run is over: settled or evicted alike on all lines kept."""
         by = max(self.carries(session), default=0)
         held = {kept: min(by, self.last_checkpoint(kept)) for kept in self.kept()}
-        drawn = [(kept, draw) for kept in held for draw in self.line(kept)]
-        half = {uid for kept, draw in drawn if self._is_open(kept, draw, held) for uid in draw.uids}
+        drawn = [(kept, draw) for kept in held for draw in self.line(kept) if draw.end > held[kept]]
+        half = [draw for kept, draw in drawn if draw.how == "own" or draw.iteration < self.resumed_at(kept)]
+        awaited = {uid for draw in half for uid in draw.uids}
         fates = {uid: {self.fate(kept, uid, held[kept]) for kept in held} for uid in self.groups}
-        over = {uid for uid, ends in fates.items() if len(ends) == 1 and ends != {Fate()}}
-        return over - (half & self.evicted.keys())
-
-    def _is_open(self, session: int, draw: Placed, held: dict[int, int]) -> bool:
-        """Whether a line may still come to settle a draw without drawing it again."""
-        return draw.end > held[session] and (draw.how == "own" or draw.iteration < self.resumed_at(session))
+        alike = {uid for uid, ends in fates.items() if len(ends) == 1 and ends != {Fate()}}
+        return alike - (awaited & self.evicted.keys())
 
     # -- rule 4: what is refused
 

@@ -19,7 +19,7 @@ from arrowbank.errors import CorruptionError
 
 
 def file(rows: int, number: int = 0, nbytes: int = 1000) -> ArchiveFile:
-    return ArchiveFile(name=f"c{number:06d}-s0001.parquet", rows=rows, groups=1, nbytes=nbytes, digest="")
+    return ArchiveFile(name=f"c{number:06d}-s0001.parquet", rows=rows, groups=1, nbytes=nbytes, last_end=0, digest="")
 
 
 def test_files_of_about_one_size_are_merged_once_there_are_enough_of_them() -> None:

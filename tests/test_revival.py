@@ -12,9 +12,9 @@ import pytest
 from builders import EVERY, build, token_group
 
 from arrowbank import ReplayUnavailableError, RolloutBank, RolloutGroup, scan
-from arrowbank.archive import carry, merging
+from arrowbank.archive import carry, merging, parquet
 from arrowbank.durable.layout import BankPaths
-from arrowbank.durable.manifest import read_manifest
+from arrowbank.durable.manifest import read_manifest, write_manifest
 from arrowbank.errors import CorruptionError
 
 
@@ -179,14 +179,14 @@ def test_draws_with_rows_missing_are_refused_by_iteration_and_nothing_changes(pa
     )
     paths = BankPaths(path)
     manifest = read_manifest(paths)
-    bank = RolloutBank.open(path)
-    kept = tuple(file for file in manifest.files if file.name != victim.name)
-    bank._store.manifest = manifest.model_copy(update={"files": kept})  # as if its rows had expired
     table = pq.read_table(victim)
     without = table.filter([uid != run.drawn[3][0] for uid in table["group_uid"].to_pylist()])
-    assert without.num_rows < table.num_rows
-    pq.write_table(without, victim)
-    bank._store.manifest = manifest
+    pq.write_table(without, victim)  # as if a group of it had been deleted
+    digest, nbytes = parquet.file_digest(victim)
+    change = {"rows": without.num_rows, "digest": digest, "nbytes": nbytes}
+    files = [file.model_copy(update=change if file.name == victim.name else {}) for file in manifest.files]
+    write_manifest(paths, manifest.model_copy(update={"files": tuple(files)}), path)
+    bank = RolloutBank.open(path)
     before = tree(path)
     with pytest.raises(ReplayUnavailableError, match=r"restore\(1\): of draws at iterations \[3\]"):
         bank.restore(1)
@@ -195,20 +195,24 @@ def test_draws_with_rows_missing_are_refused_by_iteration_and_nothing_changes(pa
     bank.close()
 
 
-def test_a_damaged_file_is_refused_and_nothing_changes(path: Path) -> None:
+@pytest.mark.parametrize("place", [100, -20, -600, None])
+def test_a_damaged_or_missing_file_is_refused_and_nothing_changes(path: Path, place: int | None) -> None:
     run = Run(path)
     (victim,) = (
         file for file in (path / "archive").iterdir() if run.drawn[3][0] in pq.read_table(file)["group_uid"].to_pylist()
     )
-    data = bytearray(victim.read_bytes())
-    data[100] ^= 1
-    victim.write_bytes(data)
+    if place is None:
+        victim.unlink()
+    else:
+        data = bytearray(victim.read_bytes())
+        data[place] ^= 1
+        victim.write_bytes(data)
     bank = RolloutBank.open(path)
     before = tree(path)
-    with pytest.raises((CorruptionError, OSError)):
+    with pytest.raises(CorruptionError, match=victim.name):
         bank.restore(1)
     assert tree(path) == before
-    assert [draw.iteration for draw in bank.restore(6).draws] == [6, 7]
+    assert [draw.iteration for draw in bank.restore(7).draws] == [7]
     bank.close()
 
 

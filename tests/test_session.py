@@ -370,3 +370,26 @@ def test_an_opener_that_slept_through_a_takeover_removes_nothing_of_the_new_hold
     with pytest.raises(FencedError):
         RolloutBank.open(tmp_path / "bank")
     assert len(list((tmp_path / "bank/archive").iterdir())) == 2
+
+
+def test_a_claim_that_was_overtaken_before_it_cleared_tmp_leaves_the_new_holders_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RolloutBank.open(tmp_path / "bank").close()
+    clear = session._clear_tmp
+    overtaking: list[RolloutBank] = []
+
+    def late(paths: BankPaths, number: int) -> None:
+        monkeypatch.setattr(session, "_clear_tmp", clear)
+        overtaking.append(RolloutBank.open(tmp_path / "bank", takeover="force"))
+        clear(paths, number)
+
+    monkeypatch.setattr(session, "_clear_tmp", late)
+    with pytest.raises((BankLockedError, FencedError)):
+        RolloutBank.open(tmp_path / "bank")
+    (bank,) = overtaking
+    bank.restore(0)
+    for at in range(3):
+        bank.begin_iteration(at)
+        bank.append(token_group(at))
+    bank.close()

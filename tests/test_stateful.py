@@ -229,10 +229,11 @@ class Histories(KnowingTrainer, RuleBasedStateMachine):
     @rule(
         what=st.sampled_from(["checkpoint", "restore", "final"] * 2 + ["open", "draw", "append", "evict"]),
         after=st.integers(0, 40),
+        only=st.sampled_from(["", "rename", "unlink"]),
         seed=Seeds,
     )
     @when(lambda trainer: trainer.has_worked() and len(trainer.worlds) < 4)
-    def die_inside(self, what: str, after: int, seed: int) -> None:
+    def die_inside(self, what: str, after: int, only: str, seed: int) -> None:
         """Die inside a call, and resume."""
         calls: dict[str, Callable[[], object]] = {
             "restore": lambda: self._restore(seed),
@@ -245,20 +246,21 @@ class Histories(KnowingTrainer, RuleBasedStateMachine):
                 calls["checkpoint"] = lambda: self.tell(self.finalizers[-1], wait=True)
         bank = self.bank
         if what == "open":
-            self._die_in_open(after)
+            self._die_in_open(KillSwitch(after % 12, only))
         elif what in calls:
-            self.dies_after = after if what in ("checkpoint", "restore", "final") else after % 8
+            is_long = what in ("checkpoint", "restore", "final") and not only
+            self.death = KillSwitch(after if is_long else after % 8, only)
             calls[what]()
-            self.dies_after = None
+            self.death = None
         if bank is self.bank and what == "final":
             self.open(1)
         if not self.restored and seed % 8:
             self._restore(seed)
 
-    def _die_in_open(self, after: int) -> None:
+    def _die_in_open(self, death: KillSwitch) -> None:
         drop(self.bank)
-        note(f"open(), dying after {after} calls to the system")
-        with KillSwitch(after) as switch:
+        note(f"open(), {death}")
+        with death as switch:
             try:
                 drop(RolloutBank.open(self.path, takeover="force"))
             except BaseException:

@@ -18,9 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from arrowbank.archive.parquet import ROW_GROUP_BYTES, TABLE_BYTES, describe_file, file_digest, write_parquet
+from arrowbank.archive.parquet import ROW_GROUP_BYTES, TABLE_BYTES, check_file, describe_file, write_parquet
 from arrowbank.durable.manifest import ArchiveFile
-from arrowbank.errors import CorruptionError
 from arrowbank.schema import ARCHIVE_SCHEMA
 
 __all__ = ["FAN_IN", "LARGE_BYTES", "Source", "choose", "merge"]
@@ -59,10 +58,7 @@ def merge(sources: Sequence[Source], target: Path) -> ArchiveFile | None:
     output. Raises CorruptionError for a source that is not what the manifest says; OSError.
     """
     for source in sources:
-        if file_digest(source.path) != (source.file.digest, source.file.nbytes):
-            raise CorruptionError(
-                source.path, "its digest is not the one in the manifest", hint="Nothing was changed; see verify"
-            )
+        check_file(source.path, source.file)
     order = _order(sources) if sources else np.zeros((0, 2), np.int64)
     if not len(order):
         return None

@@ -13,16 +13,19 @@ import pyarrow.parquet as pq
 import xxhash
 
 from arrowbank.durable.manifest import ArchiveFile
-from arrowbank.errors import CorruptRecordError
+from arrowbank.errors import CorruptionError, CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA
 
-__all__ = ["ROW_GROUP_BYTES", "TABLE_BYTES", "describe_file", "file_digest", "write_parquet"]
+__all__ = [
+    "ROW_GROUP_BYTES", "TABLE_BYTES", "check_file", "describe_file", "file_digest", "row_group_end", "write_parquet",
+]  # fmt: skip
 
 ROW_GROUP_BYTES = 8 << 20
 """A row group is cut at the next iteration's first group once it has this much payload."""
 TABLE_BYTES = 256 << 20
 """Rows are made and written in portions of about this many bytes, which bounds memory."""
 
+_UNCHANGED = "Nothing was changed. Put the file back from a copy"
 _SPLIT_COLUMNS = ("tokens.list.element", "logprobs.list.element", "reward", "advantage_override")
 _DICTIONARY_COLUMNS = [
     "group_uid", "env_id", "problem_id", "prompt_hash", "split", "kind", "run_id", "writer", "rollout_status",
@@ -64,10 +67,34 @@ def write_parquet(path: Path, tables: Iterable[pa.Table]) -> int:
 
 def describe_file(path: Path, *, rows: int, expected: int, groups: int) -> ArchiveFile:
     """Return what the manifest is to say of a file just written, once it has the rows that went into it."""
-    if rows != expected or pq.read_metadata(path).num_rows != expected:
+    metadata = pq.read_metadata(path)
+    if rows != expected or metadata.num_rows != expected:
         raise CorruptRecordError(path, f"{rows} rows were written where {expected} were read")
     digest, nbytes = file_digest(path)
-    return ArchiveFile(name=path.name, rows=rows, groups=groups, nbytes=nbytes, digest=digest)
+    last_end = max((row_group_end(metadata.row_group(at)) for at in range(metadata.num_row_groups)), default=0)
+    return ArchiveFile(name=path.name, rows=rows, groups=groups, nbytes=nbytes, last_end=last_end, digest=digest)
+
+
+def row_group_end(group: Any) -> int:
+    """An iteration count after which no training of a row group's rows ends, by its statistics."""
+    end = 0
+    for column in range(group.num_columns):
+        chunk = group.column(column)
+        if chunk.path_in_schema in ("consumed_iteration", "span"):
+            if chunk.statistics.null_count == group.num_rows:
+                return 0
+            end += chunk.statistics.max
+    return end
+
+
+def check_file(path: Path, file: ArchiveFile) -> None:
+    """Raise CorruptionError unless a file is, byte for byte, the one that the manifest speaks of."""
+    try:
+        found = file_digest(path)
+    except FileNotFoundError:
+        raise CorruptionError(path, "the manifest names this file, and it is not there", hint=_UNCHANGED) from None
+    if found != (file.digest, file.nbytes):
+        raise CorruptionError(path, "its digest is not the one in the manifest", hint=_UNCHANGED)
 
 
 def file_digest(path: Path) -> tuple[str, int]:

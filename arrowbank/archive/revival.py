@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from arrowbank import details
 from arrowbank.archive.carry import Carried, CarryWriter
 from arrowbank.archive.merging import Source, merge
+from arrowbank.archive.parquet import check_file, row_group_end
 from arrowbank.archive.rows import narrow
 from arrowbank.archive.store import ArchiveStore
 from arrowbank.durable.history import History
@@ -79,7 +80,10 @@ def _affected(store: ArchiveStore, iteration: int) -> Iterator[tuple[Source, pa.
     """Yield the files that hold rolled-back rows, and what these say of their draws."""
     directory = store.paths.version(store.manifest.version)
     for file in store.manifest.files:
+        if file.last_end <= iteration:
+            continue
         path = directory / file.name
+        check_file(path, file)  # before anything that it says is believed
         table = _rolled_back(path, iteration)
         if table.num_rows:
             keep = np.ones(file.rows, np.bool_)
@@ -93,7 +97,7 @@ def _rolled_back(path: Path, iteration: int) -> pa.Table:
     found, first = [], 0
     for index in range(source.num_row_groups):
         count = source.metadata.row_group(index).num_rows
-        if _may_end_after(source.metadata.row_group(index), iteration):
+        if row_group_end(source.metadata.row_group(index)) > iteration:
             rows = source.read_row_group(index, columns=_COLUMNS)
             ends = rows["consumed_iteration"].fill_null(0).to_numpy() + rows["span"].fill_null(0).to_numpy()
             at = np.flatnonzero((ends > iteration) & rows["consumed_iteration"].is_valid().to_numpy())
@@ -101,20 +105,6 @@ def _rolled_back(path: Path, iteration: int) -> pa.Table:
         first += count
     empty = pa.table({name: [] for name in ("row", *_COLUMNS)})
     return pa.concat_tables(found) if found else empty
-
-
-def _may_end_after(group: Any, iteration: int) -> bool:
-    """Whether a row group may hold rows whose training ends after ``iteration``, by its statistics."""
-    latest = 0
-    for column in range(group.num_columns):
-        chunk = group.column(column)
-        if chunk.path_in_schema in ("consumed_iteration", "span"):
-            if not chunk.is_stats_set:
-                return True
-            if chunk.statistics.null_count == group.num_rows:
-                return False
-            latest += chunk.statistics.max
-    return latest > iteration
 
 
 def _draws(affected: list[tuple[Source, pa.Table]]) -> dict[tuple[int, int], tuple[LineDraw, int]]:

@@ -18,7 +18,7 @@ from arrowbank.archive.parquet import write_parquet
 from arrowbank.durable import files
 from arrowbank.durable.layout import ArchiveName, BankPaths, JournalName, SegmentName
 from arrowbank.durable.manifest import ArchiveFile, Manifest, create_manifest, read_manifest, write_manifest
-from arrowbank.errors import CorruptManifestError
+from arrowbank.errors import CorruptionError, CorruptManifestError
 
 __all__ = ["ArchiveStore", "Change", "create_bank"]
 
@@ -170,7 +170,12 @@ class ArchiveStore:
         files.make_directory(directory)
         kept = [file.name for file in self.manifest.files if file.name not in change.replaced]
         for name in (_EMPTY, *kept):
-            files.link(old / name, directory / name)
+            try:
+                files.link(old / name, directory / name)
+            except FileNotFoundError:
+                raise CorruptionError(
+                    old / name, "the manifest names this file, and it is not there", hint="Put it back from a copy"
+                ) from None
         files.fsync_directory(directory)
         return version
 

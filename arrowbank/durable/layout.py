@@ -60,6 +60,7 @@ _SEGMENT = re.compile(rf"(\d{{8,19}})-({_WRITER})-s(\d{{4,10}})-(\d{{4,10}})\.ar
 _JOURNAL = re.compile(r"s(\d{4,10})-(\d{4,10})\.arrows")
 _ARCHIVE = re.compile(r"c(\d{6,12})-s(\d{4,10})\.parquet")
 _SESSION = re.compile(r"\d{4,10}")
+_TMP = re.compile(r"s(\d{4,10})")
 _VERSION = re.compile(r"v(\d{6,12})")
 
 
@@ -190,6 +191,11 @@ class BankPaths:
     def claimed_sessions(self) -> list[int]:
         names = (entry.name for entry in self.sessions.iterdir()) if self.sessions.is_dir() else ()
         return sorted(int(name) for name in names if _SESSION.fullmatch(name))
+
+    def tmp_sessions(self) -> list[int]:
+        """Sessions that have something unfinished."""
+        there = [entry for entry in self.tmp.iterdir() if not entry.is_symlink()] if self.tmp.is_dir() else []
+        return sorted(int(match[1]) for match in (_TMP.fullmatch(entry.name) for entry in there) if match)
 
     def version_numbers(self) -> list[int]:
         names = (entry.name for entry in self.versions.iterdir()) if self.versions.is_dir() else ()

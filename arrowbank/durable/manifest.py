@@ -36,6 +36,8 @@ class ArchiveFile(_Model):
     rows: int
     groups: int
     nbytes: int
+    last_end: int
+    """No row's training ends after this iteration count; 0 when none was trained on."""
     digest: str
     """xxh3-128 of the whole file."""
 

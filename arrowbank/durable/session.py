@@ -178,9 +178,9 @@ def _refuse_held(paths: BankPaths, session: int, takeover: Takeover) -> None:
 
 def _clear_tmp(paths: BankPaths, session: int) -> None:
     """Take away the directories of earlier sessions, so that a rename of theirs that is still to come fails."""
-    for directory in sorted(paths.tmp.iterdir()):
-        if directory != paths.session_tmp(session) and not directory.is_symlink():
-            files.clear_directory(directory)
+    for number in paths.tmp_sessions():
+        if number < session:  # one that came meanwhile has its own
+            files.clear_directory(paths.session_tmp(number))
     files.fsync_directory(paths.tmp)
 
 
