@@ -209,10 +209,11 @@ class RolloutBank:
     ) -> Restored:
         """Take up work at the model checkpoint that holds ``iteration`` iterations (0: none).
 
-        mode: what becomes of draws that this checkpoint does not hold. "replay" hands them back in order,
-        "requeue" makes their groups pending, "discard" evicts them. session: ``bank.session`` as it was when the model
-        checkpoint was saved; it says for certain whose weights these are. Without it, they are those of the newest
-        session that recorded this checkpoint, else of the newest that may have got there; the report says which.
+        mode: what becomes of draws that this checkpoint does not hold. "replay" hands them back in order, "requeue"
+        makes their groups pending, "discard" evicts them for good; in the last two, a draw whose training the
+        checkpoint holds in part counts as trained on. session: ``bank.session`` as it was when the model checkpoint was
+        saved; it says for certain whose weights these are. Without it, they are those of the newest session that
+        recorded this checkpoint, else of the newest that may have got there; the report says which.
         accept_damage: go on although a damaged journal record may hide a draw.
 
         Any checkpoint may be restored, however old: what it rolls back leaves the Parquet files and is live again.
@@ -246,13 +247,7 @@ class RolloutBank:
         self._ledger.restore(iteration, mode, session)
         self._iteration = iteration
         seconds = self._open_seconds + time.monotonic() - started
-        return hand_back(
-            self._ledger.state,
-            self._ledger.line,
-            live_bytes=self.live_bytes,
-            revived_groups=revived,
-            seconds=seconds,
-        )
+        return hand_back(self._ledger, revived_groups=revived, seconds=seconds)
 
     def _renew_session(self) -> None:
         """Close the session and begin the next one. A failure closes the handle."""
@@ -370,6 +365,8 @@ class RolloutBank:
 
     def evict(self, uids: Iterable[str], reason: str) -> None:
         """Say that groups will never be trained on, and why. Already evicted ones keep their reason.
+
+        An eviction is for good: it holds after a restore of any checkpoint. A replayed draw names it in ``lost``.
 
         Durability: as ``append``. Raises: UnknownGroupError; InvalidDrawError for settled groups and those that this
         session drew.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from arrowbank.codec import StoredGroup
+from arrowbank.durable.ledger import Ledger
 from arrowbank.durable.line import Line, LineDraw
 from arrowbank.durable.recovery import State
 from arrowbank.durable.segment import GroupRef, describe, load_rollouts
@@ -20,7 +21,11 @@ __all__ = ["BankStats", "Draw", "RestoreReport", "Restored", "hand_back"]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A batch to train on again, exactly as it was."""
+    """A batch to train on again, exactly as it was.
+
+    Train on it and mark it like any other: ``mark_consumed(uids, k, span=draw.span, state=draw.state)``, with the k at
+    which it is trained. One that is passed over is void: its groups are pending again.
+    """
 
     iteration: int
     """The iteration it was drawn at."""
@@ -29,7 +34,8 @@ class Draw:
     span: int
     """Optimizer steps that it feeds."""
     offset: int
-    """How many of them the restored checkpoint already holds."""
+    """How many of them the restored checkpoint already holds: train the others, and mark the draw at the resumed
+    iteration. It stays the draw that it was."""
     groups: list[RolloutGroup]
     """In the order of the batch."""
     state: bytes | None
@@ -50,6 +56,10 @@ class RestoreReport:
     """The session whose line it went on from; None on a bank without any."""
     recorded: bool
     """Whether ``checkpoint`` was called for the restored checkpoint; otherwise its line was inferred."""
+    guessed: bool
+    """Whether not even a session is known that got to it: then all that was drawn before it counts as trained on."""
+    rivals: tuple[int, ...]
+    """Newer sessions that may have saved a model at this checkpoint, too; empty when a session was named."""
     draws: int
     planned_groups: int
     pending_groups: int
@@ -76,6 +86,10 @@ class RestoreReport:
     def __str__(self) -> str:
         line = "an empty bank" if self.parent is None else f"the line of session {self.parent}"
         inferred = "" if self.recorded else "; no session recorded this checkpoint: the line was inferred"
+        if self.guessed:
+            inferred = "; no session is known to have got there: all that was drawn before counts as trained on"
+        if self.rivals:
+            inferred += f"; sessions {list(self.rivals)} may have got there, too: session= says whose weights these are"
         lost = f", {self.lost_groups} more are lost" if self.lost_groups else ""
         revived = f"; {self.revived_groups} groups came back from the archive" if self.revived_groups else ""
         places = f": {'; '.join(self.damage)}" if self.damage else ""
@@ -100,7 +114,8 @@ class Restored:
     pending: GroupQueuesPerEnv
     """Finished groups that were never trained on, by environment, oldest first."""
     source_indices: frozenset[int]
-    """Which prompts of their source the planned and the pending groups came from: no need to generate these again."""
+    """Which prompts of their source the planned and the pending groups came from: no need to generate these again.
+    Those of settled groups are not among them; the trainer's own ``state`` tells how far it had got."""
     report: RestoreReport
     _ages: dict[str, tuple[int, str | None]] = field(default_factory=dict, repr=False, compare=False)
     """Pending group → its rank by age, and its problem where its rollouts agree on one."""
@@ -157,8 +172,9 @@ class BankStats:
     """Why the last background compaction failed; None when it did not."""
 
 
-def hand_back(state: State, line: Line, *, live_bytes: int, revived_groups: int, seconds: float) -> Restored:
-    """Return what a line, just resumed, says of the groups that are there."""
+def hand_back(ledger: Ledger, *, revived_groups: int, seconds: float) -> Restored:
+    """Return what the line, just resumed, says of the groups that are there."""
+    state, line = ledger.state, ledger.line
     draws = [_draw(state, line, draw) for draw in line.plan()]
     handed = {group.uid for draw in draws for group in draw.groups}
     pending: GroupQueuesPerEnv = {}
@@ -174,11 +190,13 @@ def hand_back(state: State, line: Line, *, live_bytes: int, revived_groups: int,
         session=line.session,
         parent=line.parent,
         recorded=not line.resumed or line.resumed in line.checkpoints,
+        guessed=ledger.guessed,
+        rivals=ledger.rivals,
         draws=len(draws),
         planned_groups=sum(len(draw.groups) for draw in draws),
         pending_groups=len(ages),
         revived_groups=revived_groups,
-        nbytes=live_bytes,
+        nbytes=ledger.live_bytes,
         seconds=seconds,
         torn=tuple(describe(damage) for damage in state.damage if damage.torn),
         corrupt=tuple(describe(damage) for damage in state.damage if not damage.torn),

@@ -253,13 +253,22 @@ class PlainModel:
         return True
 
     def _named(self, iteration: int, named: int, kept: list[int]) -> int:
-        if iteration <= self.resumed_at(named):
-            found = [session for session in kept if session == named]
-        else:
-            found = [session for session in kept if self._climb(session, iteration) == named]
-        if not found:
+        if named in kept and iteration <= self.resumed_at(named):
+            return named
+        found = [one for one in kept if self._climb(one, iteration) == named or self._through(one, named, iteration)]
+        if not found and iteration > 0:
             raise Gone
-        return max(found)
+        return max(found or kept, default=-1)
+
+    def _through(self, session: int, named: int, iteration: int) -> bool:
+        """Whether a session's line goes on from where ``named`` resumed, at ``iteration`` or later."""
+        start, found = self.resumed_at(named), session
+        while found != named:
+            parent = self._resumed(found).parent
+            if parent is None or self.resumed_at(found) < start:
+                return False
+            found = parent
+        return start >= iteration
 
     def _climb(self, session: int, iteration: int) -> int | None:
         """Return the session that made what this session's line has just below ``iteration``."""

@@ -66,6 +66,46 @@ def test_the_loop_trains_and_resumes(tmp_path: Path) -> None:
     assert scan(tmp_path / "bank").to_arrow().num_rows == 64 * 40
 
 
+def test_the_loop_without_a_pipeline_trains_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The README's own loop, stopped again and again, trains on every batch once, and generates nothing twice."""
+    from arrowbank import RolloutBank, RolloutGroup, TokenRollout, scan
+
+    (program,) = [block for block in blocks("python") if "saved[" in block]
+    generated: list[int] = []
+    saved: dict[str, int | None] = {"step": 0, "session": None}
+    steps: list[list[str]] = []
+    weights: list[list[str]] = []
+
+    def generate(count: int) -> list[RolloutGroup]:
+        generated.extend(range(count))
+        return [
+            RolloutGroup(rollouts=[TokenRollout(trajectory=[[1, len(generated)]], reward=1.0)]) for _ in range(count)
+        ]
+
+    def train_step(groups: list[RolloutGroup]) -> None:
+        steps.append([str(group.uid) for group in groups])
+        if len(steps) in (3, 9, 11, 18):
+            raise KeyboardInterrupt
+
+    def save_model(state: dict[str, int | None]) -> None:
+        saved.update(state)
+        weights[:] = weights[: int(saved["step"] or 0) - 5] + steps[-5:]
+
+    names = {"RolloutBank": RolloutBank, "generate": generate, "train_step": train_step, "save_model": save_model}
+    exec(compile(program, "README.md", "exec"), names)
+    for _ in range(4):
+        with pytest.raises(KeyboardInterrupt):
+            names["train"](tmp_path, 20, saved)  # type: ignore[operator]
+    names["train"](tmp_path, 20, saved)  # type: ignore[operator]
+    assert len(weights) == 20
+    assert len({uid for batch in weights for uid in batch}) == 20 * 8 == len(generated)
+    rows = scan(tmp_path / "bank").to_arrow().select(["group_uid", "consumed_iteration"]).to_pylist()
+    assert {row["group_uid"]: row["consumed_iteration"] for row in rows} == {
+        uid: k for k, batch in enumerate(weights) for uid in batch
+    }
+    assert capsys.readouterr().out.count("replay: ") == 5
+
+
 def test_the_queries_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import duckdb
     import pandas as pd

@@ -215,6 +215,43 @@ def test_a_session_may_be_named_after_others_have_gone_on_from_it_and_let_go_of_
     assert seen(run) == ("abc", [(at, uid) for at, uid in enumerate("defghi", 3)], "")
 
 
+def test_a_session_that_saved_again_what_it_had_resumed_at_may_be_named_after_its_line_is_gone() -> None:
+    run = Run()
+    run.restore(0)
+    run.draws(draw("a", 0))
+    run.checkpoint(1)
+    run.restore(1)  # session 2 saves model 1 again, and is killed
+    run.restore(1, session=2)
+    run.draws(draw("b", 1))
+    run.checkpoint(2)
+    assert list(run.history.lines) == [3]
+    run.restore(1, session=2)
+    assert seen(run) == ("a", [(1, "b")], "cdef")
+
+
+def test_checkpoint_0_may_be_restored_whatever_session_is_named() -> None:
+    run = Run()
+    run.restore(0)
+    run.draws(draw("a", 0))
+    run.restore(0)
+    run.draws(draw("b", 0))
+    run.checkpoint(1)
+    run.restore(0, session=1)
+    assert seen(run) == ("", [(0, "b")], "acdef")
+
+
+def test_newer_sessions_that_may_have_got_to_the_checkpoint_too_are_told() -> None:
+    run = Run()
+    run.restore(0)
+    run.draws(draw("a", 0), draw("b", 1))
+    run.checkpoint(2)
+    run.restore(0)
+    run.draws(draw("c", 0), draw("d", 1))  # killed between model save 2 and checkpoint(2)
+    assert run.history.parent_of(2) == 1
+    assert run.history.rivals(2, 1) == [2]
+    assert run.history.rivals(0, 1) == []
+
+
 def test_a_checkpoint_at_or_below_what_the_named_session_restored_means_its_very_line() -> None:
     run = Run()
     run.restore(0)
@@ -232,5 +269,5 @@ def test_naming_a_session_that_was_let_go_of_or_never_was_is_an_error_that_says_
     run.draws(draw("c", 0))
     run.checkpoint(1)
     for gone in (1, 9):
-        with pytest.raises(HistoryGoneError, match=rf"session {gone} is not kept.*lines of session 2"):
+        with pytest.raises(HistoryGoneError, match=rf"what session {gone} had at 2.*lines of session 2"):
             run.history.parent_of(2, gone)

@@ -92,7 +92,7 @@ MUTANTS = {
         "return False",
     ),
     "a session is known by its parent only, not by who got how far": (
-        "line.makers = [*(part for part in parent.makers if part[0] < iteration), *line.makers]",
+        "line.makers = [*(part for part in parent.makers if part[0] <= iteration), *line.makers]",
         "pass",
     ),
     "a named session means its very line": (

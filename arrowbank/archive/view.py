@@ -52,8 +52,11 @@ class BankView:
 
     def to_polars(self) -> polars.LazyFrame:
         """Return a lazy frame; of the archived rows only the columns that a query asks for are read."""
-        import polars  # optional: the extra "analysis"
-
+        try:
+            import polars  # optional
+        except ModuleNotFoundError as error:
+            error.add_note("to_polars needs polars: pip install 'arrowbank[analysis]'; to_arrow does without")
+            raise
         live = polars.from_arrow(self.live)
         assert isinstance(live, polars.DataFrame)
         archived = [polars.scan_parquet(file) for file in self.files]

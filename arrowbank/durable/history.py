@@ -114,12 +114,23 @@ class History:
         if line is not None and iteration <= line.resumed:
             return session  # it did not make this checkpoint itself: its very line is meant
         for one in newest:
-            if self.lines[one].maker(iteration) == session:
+            if self.lines[one].maker(iteration) == session or self.lines[one].came_through(session, iteration):
                 return one
+        if iteration == 0 and newest:
+            return next(iter(newest))  # what there was before any training is the same for all
         raise HistoryGoneError(
-            f"restore({iteration}, session={session}): the line of session {session} is not kept: it was left by a "
-            f"later session that recorded a checkpoint, or there never was one. {self._ways_out()}"
+            f"restore({iteration}, session={session}): no line is kept that goes on from what session {session} had at "
+            f"{iteration}; a later session recorded a checkpoint on another line, or there never was such a session. "
+            f"{self._ways_out()}"
         )
+
+    def rivals(self, iteration: int, parent: int | None) -> list[int]:
+        """Return sessions, newer than the one whose line is taken, that may have got to the checkpoint as well."""
+        return [
+            number
+            for number, line in sorted(self.lines.items())
+            if parent is not None and number > parent and line.resumed < iteration <= line.reach
+        ]
 
     def _ways_out(self) -> str:
         kept = []

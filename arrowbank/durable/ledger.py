@@ -6,6 +6,7 @@ nothing has changed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from arrowbank.durable.appender import Appender
@@ -18,6 +19,8 @@ from arrowbank.errors import CorruptRecordError, InvalidDrawError, UnknownGroupE
 
 __all__ = ["Ledger"]
 
+_log = logging.getLogger("arrowbank")
+
 
 class Ledger:
     """The state of one session."""
@@ -27,6 +30,10 @@ class Ledger:
     ) -> None:
         self.state = state
         self.restored = False
+        self.guessed = False
+        """Whether nothing said that the line taken up had got to the restored checkpoint."""
+        self.rivals: tuple[int, ...] = ()
+        """Newer sessions that may have got to it, too."""
         self._fresh = Line(session, makers=[(0, session)])
         """Until the session restores or writes something, its line is not part of the history."""
         self._paths, self._session = paths, session
@@ -75,10 +82,18 @@ class Ledger:
         line = None if parent is None else history.lines[parent]
         plan = Line.inherit(self._session, line, iteration, guessed=guessed).plan()
         lost = tuple(uid for draw in plan for uid in draw.uids if uid not in self.state.groups)
+        self.guessed, self.rivals = guessed, tuple(history.rivals(iteration, parent)) if session is None else ()
         entry = Restored(iteration, mode, parent, lost, guessed)
         self._journal.write([entry])
         history.apply(self._session, entry)
         self.restored = True
+        if guessed:
+            _log.warning(
+                "%s: nothing says that any session got to checkpoint %s; all that was drawn before it counts as "
+                "trained on. Is this the bank of that run?",
+                self._paths.root,
+                iteration,
+            )
 
     # -- training
 
@@ -108,7 +123,16 @@ class Ledger:
         self._require_restored(f"checkpoint({iteration})")
         if not self.line.check_checkpoint(iteration):
             return False
+        skipped = self.line.skipped(before=iteration)
         self._record(Checkpointed(iteration))
+        if skipped:
+            _log.warning(
+                "%s: checkpoint %s, but the planned draws of iterations %s were not marked as consumed again: they are "
+                "void, and their groups pending. A replayed draw is drawn by mark_consumed, like any other",
+                self._paths.root,
+                iteration,
+                skipped,
+            )
         return True
 
     # -- groups and segments

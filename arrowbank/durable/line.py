@@ -98,7 +98,7 @@ class Line:
         line.began = iteration
         if parent is not None:
             line.parent = parent.session
-            line.makers = [*(part for part in parent.makers if part[0] < iteration), *line.makers]
+            line.makers = [*(part for part in parent.makers if part[0] <= iteration), *line.makers]
             line.checkpoints = parent.checkpoints.upto(iteration)
             skipped = [] if guessed else parent.skipped(before=iteration)
             for draw in parent.draws():
@@ -116,6 +116,10 @@ class Line:
         """Return the session that got to ``iteration`` on this line."""
         before = bisect_left(self.makers, (iteration,))
         return self.makers[before - 1][1] if before else None
+
+    def came_through(self, session: int, iteration: int) -> bool:
+        """Whether the line goes on from one that ``session`` resumed at ``iteration`` or later."""
+        return any(by == session and start >= iteration for start, by in self.makers)
 
     def owns(self, draw: LineDraw) -> bool:
         """Whether this session made the draw itself, or repeated it."""
@@ -217,7 +221,9 @@ class Line:
         draw = self.find(uid)
         if draw is not None and self.owns(draw):
             raise InvalidDrawError(
-                f"{what} names group {uid}, which this session drew at iteration {draw.iteration}; leave it out"
+                f"{what} names group {uid}, which this session drew at iteration {draw.iteration} "
+                f"(span {draw.span}, {len(draw.uids)} groups); leave it out. Only the very same draw, with the same "
+                "groups, span and state, may be repeated"
             )
         held = max(self.resumed, self.last_checkpoint)
         if draw is not None and draw.end <= held:
