@@ -28,7 +28,7 @@ from arrowbank.durable.ledger import Ledger
 from arrowbank.durable.manifest import data_without_manifest, read_manifest
 from arrowbank.durable.recovery import read_state
 from arrowbank.durable.session import Claim, Takeover, claim_session
-from arrowbank.errors import BankClosedError, FencedError, InvalidDrawError
+from arrowbank.errors import BankClosedError, CorruptionError, FencedError, InvalidDrawError
 from arrowbank.restored import BankStats, Restored, hand_back
 from arrowbank.types import RolloutGroup
 
@@ -243,7 +243,11 @@ class RolloutBank:
             self._ledger.check_restore(iteration, session, accept_damage=accept_damage)
         revived = 0
         if iteration < self._store.manifest.archived_through:
-            revived = self._archivist.revive(iteration)
+            try:
+                revived = self._archivist.revive(iteration)
+            except (OSError, CorruptionError):
+                self._claim.check()  # a takeover takes files away: say that rather than "no such file"
+                raise
         self._ledger.restore(iteration, mode, session)
         self._iteration = iteration
         seconds = self._open_seconds + time.monotonic() - started

@@ -136,18 +136,19 @@ class Restored:
         with self._taking:
             queues = self.pending.values() if env_id is None else [self.pending.get(env_id, deque())]
             matching = [
-                group
-                for queue in queues
-                for group in queue
-                if problem_id is None or self._ages[str(group.uid)][1] == problem_id
+                group for queue in queues for group in queue if problem_id is None or self._age(group)[1] == problem_id
             ]
-            taken = heapq.nsmallest(n, matching, key=lambda group: self._ages[str(group.uid)])
+            taken = heapq.nsmallest(n, matching, key=lambda group: self._age(group)[0])
             gone = {id(group) for group in taken}
             for queue in queues if taken else ():
                 left = [group for group in queue if id(group) not in gone]
                 queue.clear()
                 queue.extend(left)
         return taken
+
+    def _age(self, group: RolloutGroup) -> tuple[int, str | None]:
+        """A group that somebody else has put into ``pending`` is the youngest."""
+        return self._ages.get(str(group.uid), (len(self._ages), None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class Death(BaseException):
 
 
 class KillSwitch:
-    """Lets some writing calls to the system pass, of all or of one name; then each raises in any thread, as if dead."""
+    """Lets some writing calls to the system pass, of any or one name; then each raises, in any thread, as if dead."""
 
     CALLS: ClassVar = (
         "fdatasync", "fsync", "link", "mkdir", "pwrite", "pwritev", "remove", "rename", "replace", "rmdir", "symlink",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,3 +58,14 @@ def test_a_hundred_thousand_regular_checkpoints_are_one_run() -> None:
     child = checkpoints.upto(1_999_990)
     child.add(1_999_995, 2)
     assert list(checkpoints.beyond(child)) == [(2_000_000, 1)]
+
+
+def test_irregular_checkpoints_are_compared_run_by_run() -> None:
+    """A rollback on a run whose checkpoints follow the clock: every run is looked up, none compared with all others."""
+    rng = np.random.default_rng(1)
+    parent = Checkpoints()
+    for at in np.cumsum(rng.integers(1, 9, 100_000)).tolist():
+        parent.add(at, 1)
+    child = parent.upto(200_000)
+    child.add(200_001, 2)
+    assert dict(parent.beyond(child)).keys() == dict(parent.items()).keys() - dict(child.items()).keys()

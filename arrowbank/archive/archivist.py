@@ -134,17 +134,18 @@ class Archivist:
                 state.segment_bytes[carried.name] = carried.nbytes
                 state.groups |= {group.uid: group for group in carried.groups}
             state.history.forget(task.fates, state.groups)
+            self._journal.forget(map(str, task.segments))
             self._on_freed()
 
     def _sum_up(self, history: History, carried: tuple[Carried, ...], leaving: set[str] | None = None) -> JournalName:
         """Begin a new part of the journal that sums up a history, and the facts of segments that stay."""
         damage = {part for part in _journal_damage(self._ledger.state) if part.length} - self._kept
         quarantine.keep(self.store.paths, self.store.tmp, damage)  # a later commit removes the parts so far
-        there = {*self._ledger.state.segment_bytes, *self._appender.sizes.copy()}
-        names = {str(name) for name in there} - (leaving or set())
 
         def snapshot(facts: Facts) -> Snapshot:
-            kept = facts.of(names)
+            # By what is known to be gone, not by what is known to be there: an append may open a segment just now and
+            # fail. Of parts of the journal before this one nothing need be known any more.
+            kept = facts.without({*(leaving or ()), *filter(JournalName.parse, facts.abandoned)})
             kept.records |= {str(segment.name): len(segment.groups) for segment in carried}
             return make_snapshot(history, kept)
 

@@ -60,8 +60,12 @@ class Checkpoints:
 
     def get(self, checkpoint: int) -> int | None:
         """Return the session that recorded a checkpoint, or None."""
+        run = self._run_of(checkpoint)
+        return None if run is None else run.session
+
+    def _run_of(self, checkpoint: int) -> Run | None:
         place = bisect_right(self.runs, checkpoint, key=lambda run: run.first) - 1
-        return self.runs[place].session if place >= 0 and self.runs[place].has(checkpoint) else None
+        return self.runs[place] if place >= 0 and self.runs[place].has(checkpoint) else None
 
     def items(self) -> Iterator[tuple[int, int]]:
         """Yield each checkpoint and its session."""
@@ -76,10 +80,9 @@ class Checkpoints:
     def beyond(self, other: Checkpoints) -> Iterator[tuple[int, int]]:
         """Yield those that ``other`` has not; what both have in common, as a line and its parent do, costs nothing."""
         for run in self.runs:
-            start = run.first
-            for common in other.runs:
-                if common.has(start) and common.step == run.step:
-                    start = min(common.last, run.last) + run.step
+            start, common = run.first, other._run_of(run.first)
+            if common is not None and common.step == run.step:
+                start = min(common.last, run.last) + (run.step or 1)
             for checkpoint in range(start, run.last + 1, run.step or 1):
                 if checkpoint not in other:
                     yield checkpoint, run.session

@@ -144,12 +144,12 @@ class Facts:
         """Whether a record of a file counts."""
         return not any(sequence in gone for gone in self.abandoned.get(name, ()))
 
-    def of(self, names: Iterable[str]) -> Facts:
-        """Return the part about these files."""
-        kept = set(names)
+    def without(self, names: Iterable[str]) -> Facts:
+        """Return the part about other files."""
+        gone = set(names)
         return Facts(
-            {name: gone for name, gone in self.abandoned.items() if name in kept},
-            {name: count for name, count in self.records.items() if name in kept},
+            {name: ranges for name, ranges in self.abandoned.items() if name not in gone},
+            {name: count for name, count in self.records.items() if name not in gone},
         )
 
 
@@ -183,6 +183,11 @@ class Journal:
             self._leave_part()
             self._write([snapshot(self._facts)])
             return JournalName(self._session, self._part - 1)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Let go of facts of files that are gone."""
+        with self._lock:
+            self._facts = self._facts.without(names)
 
     def _write(self, entries: Sequence[Entry]) -> None:
         self._check_fence()
