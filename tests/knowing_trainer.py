@@ -425,7 +425,9 @@ class KnowingTrainer:
         """A scan shows every rollout once, and no outcome for what is planned or pending."""
         view = scan(self.path)
         live = zip(*(view.live[name].to_pylist() for name in COLUMNS), strict=True)
-        shown = [*self._archived(view.files), *live]
+        archived = list(self._archived(view.files))
+        assert sorted(map(str, archived)) == sorted(map(str, self._archived((self.path / "archive").glob("*.parquet"))))
+        shown = [*archived, *live]
         rows = {row[:2]: row[2] for row in shown}
         assert len(rows) == len(shown), "a rollout is twice in a scan"
         session = self.bank.session

@@ -12,7 +12,6 @@ from typing import Literal, TypeAlias
 
 __all__ = ["Fate", "Gone", "Group", "Mode", "PlainModel", "Planned", "Trained", "Weights"]
 
-DISCARDED = "discarded at restore"
 Mode: TypeAlias = Literal["replay", "requeue", "discard"]
 Verdict: TypeAlias = Literal["new", "same", "refused"]
 
@@ -158,10 +157,8 @@ class PlainModel:
         self.log.append(Resumed(session, parent, iteration, mode, guessed))
         if mode == "discard":
             plan = self._inherited(replace(self._resumed(session), mode="replay"))
-            rolled_back = [
-                uid for draw in plan if draw.how == "planned" and draw.iteration >= iteration for uid in draw.uids
-            ]
-            self.evict(rolled_back, DISCARDED)
+            rolled_back = [draw for draw in plan if draw.how == "planned" and draw.iteration >= iteration]
+            self.evict([uid for draw in rolled_back for uid in draw.uids], "discarded at restore")
 
     # -- groups
 
@@ -442,15 +439,12 @@ def _after_draw(placed: list[Placed], drew: Drew, resumed: int, evicted: set[str
     here = [draw for draw in placed if draw.iteration == at and draw.how == "planned"]
     next_live = next((draw for draw in here if _live(draw, evicted)), None)
     repeats = next_live is not None and _live(next_live, evicted) == drew.uids
-    rest = here[here.index(next_live) + 1 :] if repeats and next_live is not None else []
-    made = [draw for draw in placed if draw.iteration == at and draw.how != "planned"]
-    before = [draw for draw in placed if draw.iteration < at]
+    rest = here[here.index(next_live) + 1 :] if next_live and repeats else []
+    before = [draw for draw in placed if draw.iteration < at or (draw.iteration == at and draw.how != "planned")]
     after = [draw for draw in placed if draw.iteration > at]
     others = [_without(draw, drew.uids) for draw in (*rest, *after)]
-    return [*before, *made, own, *(draw for draw in others if draw.uids)]
+    return [*before, own, *(draw for draw in others if draw.uids)]
 
 
 def _without(draw: Placed, uids: tuple[str, ...]) -> Placed:
-    if draw.how != "planned":
-        return draw
-    return replace(draw, uids=tuple(uid for uid in draw.uids if uid not in uids))
+    return replace(draw, uids=_live(draw, uids)) if draw.how == "planned" else draw

@@ -198,6 +198,11 @@ READERS: dict[str, Callable[[Path, Seen], None]] = {
 # -- the test
 
 
+def is_merged_away(error: Exception) -> bool:
+    """Whether a file's name, found by a glob, was gone when the file was to be opened."""
+    return "No such file" in str(error) and "archive/" in str(error)
+
+
 class Readers:
     """A thread for each reader, until told to stop."""
 
@@ -211,7 +216,12 @@ class Readers:
     def _run(self, name: str, reader: Callable[[Path, Seen], None]) -> None:
         try:
             while not self._stop.wait(0.005):
-                reader(self._bank, self.seen[name])
+                try:
+                    reader(self._bank, self.seen[name])
+                except Exception as error:
+                    if not is_merged_away(error):
+                        raise
+                    continue  # as the README says: glob again
                 self.seen[name].rounds += 1
         except BaseException as error:
             self.errors[name] = error

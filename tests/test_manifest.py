@@ -129,7 +129,7 @@ def test_hostile_retired_names_are_refused(paths: BankPaths, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["../c000001-s0001.parquet", "/c000001-s0001.parquet", "x.parquet", ""])
 def test_hostile_archive_names_are_refused(paths: BankPaths, name: str) -> None:
-    rewrite(paths, files=[{"name": name, "rows": 1, "groups": 1, "nbytes": 1, "digest": "0"}])
+    rewrite(paths, files=[{"name": name, "rows": 1, "groups": 1, "nbytes": 1, "last_end": 0, "digest": "0"}])
     assert_refused(paths, CorruptManifestError, "is no archive file's name")
 
 

@@ -7,8 +7,9 @@ has changed, or a file is gone, by the time everything is open, the view is made
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -41,34 +42,72 @@ class BankView:
     """The rows of a bank as they were at one moment: one row a rollout, ``ARCHIVE_SCHEMA``'s columns."""
 
     files: tuple[Path, ...]
-    """Parquet files of the archived rows."""
+    """Parquet files of the archived rows, as they were named when the view was made."""
     live: pa.Table
     """Rows that are not archived: ``outcome`` is null for those that are pending or planned."""
+    _held: _HeldFiles = field(repr=False, compare=False)
 
     def to_arrow(self) -> pa.Table:
         """Return all rows in memory: those of each file in order of consumption, then the live ones likewise."""
-        tables = [pq.read_table(file, schema=ARCHIVE_SCHEMA, page_checksum_verification=True) for file in self.files]
+        tables = [
+            pq.read_table(file, schema=ARCHIVE_SCHEMA, page_checksum_verification=True) for file in self._held.paths
+        ]
         return pa.concat_tables([*tables, self.live])
 
     def to_polars(self) -> polars.LazyFrame:
         """Return a lazy frame; of the archived rows only the columns that a query asks for are read."""
         try:
             import polars  # optional
+            from polars.io.plugins import register_io_source
         except ModuleNotFoundError as error:
             error.add_note("to_polars needs polars: pip install 'arrowbank[analysis]'; to_arrow does without")
             raise
         live = polars.from_arrow(self.live)
         assert isinstance(live, polars.DataFrame)
-        archived = [polars.scan_parquet(file) for file in self.files]
-        return polars.concat([*archived, live.lazy()]) if archived else live.lazy()
+        if not self._held.paths:
+            return live.lazy()
+        archived = polars.scan_parquet(self._held.paths)
+        # The plan, and every one made of it, holds on to the files through the source's function.
+        kept = register_io_source(self._held.read_polars, schema=archived.collect_schema(), is_pure=True)
+        return polars.concat([kept, live.lazy()])
 
     def groups(self) -> Iterator[RolloutGroup]:
         """Yield the groups, each once, in the order of ``to_arrow``."""
-        for file in self.files:
+        for file in self._held.paths:
             source = pq.ParquetFile(file, page_checksum_verification=True)
             for index in range(source.num_row_groups):
                 yield from _groups_of(source.read_row_group(index))
         yield from _groups_of(self.live)
+
+
+class _HeldFiles:
+    """Open files: a merge may take their names away while somebody looks at a view."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._descriptors: list[int] = []
+        for file in files:
+            self._descriptors.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+        self.paths = [f"/proc/self/fd/{descriptor}" for descriptor in self._descriptors]
+        """For any reader in this process, which opens them anew."""
+
+    def read_polars(
+        self, columns: list[str] | None, predicate: polars.Expr | None, n_rows: int | None, _: int | None
+    ) -> Iterator[polars.DataFrame]:
+        """Yield each file's rows, as far as a query asks for them."""
+        import polars  # optional, and there: polars itself calls this
+
+        for path in self.paths:
+            rows = polars.scan_parquet(path)
+            rows = rows if predicate is None else rows.filter(predicate)
+            rows = rows if columns is None else rows.select(columns)
+            found = (rows if n_rows is None else rows.head(n_rows)).collect()
+            if n_rows is not None:
+                n_rows -= found.height
+            yield found
+
+    def __del__(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
 
 def scan(path: str | Path, *, live: bool = True) -> BankView:
@@ -95,10 +134,8 @@ def scan(path: str | Path, *, live: bool = True) -> BankView:
 def _view(paths: BankPaths, manifest: Manifest, *, live: bool) -> BankView:
     directory = paths.version(manifest.version)
     names = tuple(directory / file.name for file in manifest.files)
-    for name in names:
-        if not name.is_file():
-            raise FileNotFoundError(f"{name}: the manifest names this file of the archive, and it is not there")
-    return BankView(names, _live_rows(paths, manifest) if live else ARCHIVE_SCHEMA.empty_table())
+    held = _HeldFiles(names)
+    return BankView(names, _live_rows(paths, manifest) if live else ARCHIVE_SCHEMA.empty_table(), held)
 
 
 def _live_rows(paths: BankPaths, manifest: Manifest) -> pa.Table:
