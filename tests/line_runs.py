@@ -34,7 +34,7 @@ class Run:
         self.session += 1
         parent = self.history.parent_of(iteration, session)
         guessed = self.history.is_guess(iteration, parent, session)
-        self.history.apply(self.session, Restored(iteration, mode, parent, tuple(lost), guessed))
+        self.history.apply(self.session, Restored(iteration, mode, parent, tuple(lost), guessed, session))
         return self.line
 
     @property

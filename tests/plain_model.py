@@ -50,6 +50,7 @@ class Resumed:
     mode: Mode
     guessed: bool
     """Nobody recorded or reached this checkpoint, and no session was named."""
+    named: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class PlainModel:
         parent = self.parent(iteration, named)
         guessed = named is None and parent is not None and iteration not in self.carries(parent)
         guessed = guessed and parent is not None and self.reach(parent) < iteration
-        self.log.append(Resumed(session, parent, iteration, mode, guessed))
+        self.log.append(Resumed(session, parent, iteration, mode, guessed, named))
         if mode == "discard":
             plan = self._inherited(replace(self._resumed(session), mode="replay"))
             rolled_back = [draw for draw in plan if draw.how == "planned" and draw.iteration >= iteration]
@@ -229,6 +230,8 @@ class PlainModel:
     def parent(self, iteration: int, named: int | None) -> int | None:
         """Return the session whose line a restore takes. Raises Gone."""
         kept = self.kept()
+        if not kept:
+            return None
         if named is not None:
             return self._named(iteration, named, kept)
         if iteration == 0:
@@ -271,7 +274,8 @@ class PlainModel:
         """Return the session that made what this session's line has just below ``iteration``."""
         found: int | None = session
         while found is not None and self.resumed_at(found) >= iteration:
-            found = self._resumed(found).parent
+            resumed = self._resumed(found)
+            found = resumed.named if resumed.parent is None else resumed.parent
         return found
 
     # -- rules 2 and 3: what is on it
@@ -435,7 +439,6 @@ def _after_draw(placed: list[Placed], drew: Drew, resumed: int, evicted: set[str
     for place, draw in enumerate(placed):  # going on with one that the restored checkpoint cut
         if draw.how == "planned" and draw.iteration < resumed and _live(draw, evicted) == drew.uids and at < draw.end:
             return [*placed[:place], replace(draw, how="own"), *placed[place + 1 :]]
-    own = Placed(at, drew.uids, drew.span, drew.state, "own")
     here = [draw for draw in placed if draw.iteration == at and draw.how == "planned"]
     next_live = next((draw for draw in here if _live(draw, evicted)), None)
     repeats = next_live is not None and _live(next_live, evicted) == drew.uids
@@ -443,7 +446,7 @@ def _after_draw(placed: list[Placed], drew: Drew, resumed: int, evicted: set[str
     before = [draw for draw in placed if draw.iteration < at or (draw.iteration == at and draw.how != "planned")]
     after = [draw for draw in placed if draw.iteration > at]
     others = [_without(draw, drew.uids) for draw in (*rest, *after)]
-    return [*before, own, *(draw for draw in others if draw.uids)]
+    return [*before, Placed(at, drew.uids, drew.span, drew.state, "own"), *(draw for draw in others if draw.uids)]
 
 
 def _without(draw: Placed, uids: tuple[str, ...]) -> Placed:

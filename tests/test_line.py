@@ -229,6 +229,16 @@ def test_a_session_that_saved_again_what_it_had_resumed_at_may_be_named_after_it
     assert seen(run) == ("a", [(1, "b")], "cdef")
 
 
+def test_a_session_that_drew_nothing_may_be_named_again_and_again() -> None:
+    run = Run("a")
+    for _ in range(3):
+        run.restore(1, session=7)
+    run.draws(draw("a", 1))
+    run.checkpoint(2)
+    run.restore(1, session=7)
+    assert run.plan == [(1, "a")]
+
+
 def test_checkpoint_0_may_be_restored_whatever_session_is_named() -> None:
     run = Run()
     run.restore(0)

@@ -80,8 +80,8 @@ MUTANTS = {
     ),
     "the oldest recorder wins": ("recorder = max(recorders)", "recorder = min(recorders)"),
     "an unrecorded checkpoint is taken on the newest line, reached or not": (
-        "next(iter(reaching or newest), None)",
-        "next(iter(newest), None)",
+        "return (reaching or newest)[0]",
+        "return newest[0]  # mutated",
     ),
     "what a session skipped before it saved is settled": (
         "skipped = [] if guessed else parent.skipped(before=iteration)",

@@ -53,6 +53,8 @@ class History:
             self._evict((uid for draw in plan if draw.iteration >= at for uid in draw.uids), DISCARDED)
         keep_plan = entry.mode == "replay"
         line = Line.inherit(session, parent, at, keep_plan=keep_plan, lost=entry.lost, guessed=guessed)
+        if parent is None and entry.named is not None and at > 0:
+            line.makers.insert(0, (0, entry.named))  # one that drew nothing here got to this checkpoint
         self.lines[session] = line
 
     def _evict(self, uids: Iterable[str], reason: str) -> None:
@@ -83,10 +85,12 @@ class History:
         recorded this checkpoint, or the named one was let go of.
         """
         newest = sorted(self.lines, reverse=True)
+        if not newest:
+            return None  # nothing was drawn yet, by whomever
         if session is not None:
             return self._same_until(iteration, session, newest)
         if iteration == 0:
-            return newest[0] if newest else None
+            return newest[0]
         recorders = [by for line in self.lines.values() if (by := line.checkpoints.get(iteration)) is not None]
         if recorders:
             recorder = max(recorders)
@@ -99,7 +103,7 @@ class History:
                 f"restore({iteration}, session=…) names that session"
             )
         reaching = [one for one in newest if self.lines[one].reach >= iteration]
-        return next(iter(reaching or newest), None)
+        return (reaching or newest)[0]
 
     def is_guess(self, iteration: int, parent: int | None, session: int | None) -> bool:
         """Whether nothing says that the line taken for a checkpoint ever got to it."""
@@ -108,7 +112,7 @@ class History:
         line = self.lines[parent]
         return iteration not in line.checkpoints and line.reach < iteration
 
-    def _same_until(self, iteration: int, session: int, newest: Collection[int]) -> int:
+    def _same_until(self, iteration: int, session: int, newest: list[int]) -> int:
         """Return the newest session that has the same draws up to ``iteration`` as ``session`` had there."""
         line = self.lines.get(session)
         if line is not None and iteration <= line.resumed:
@@ -116,8 +120,8 @@ class History:
         for one in newest:
             if self.lines[one].maker(iteration) == session or self.lines[one].came_through(session, iteration):
                 return one
-        if iteration == 0 and newest:
-            return next(iter(newest))  # what there was before any training is the same for all
+        if iteration == 0:
+            return newest[0]  # what there was before any training is the same for all
         raise HistoryGoneError(
             f"restore({iteration}, session={session}): no line is kept that goes on from what session {session} had at "
             f"{iteration}; a later session recorded a checkpoint on another line, or there never was such a session. "

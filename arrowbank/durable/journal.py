@@ -67,6 +67,8 @@ class Restored:
     """Groups of the plan that could not be read."""
     guessed: bool = False
     """Nothing said that the parent's line had got to this checkpoint."""
+    named: int | None = None
+    """The session that was said to have saved the model checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +291,8 @@ def _encode(entry: Entry) -> tuple[Columns, dict[str, Any]]:
 def _details(entry: Entry) -> dict[str, Any]:
     match entry:
         case Restored():
-            return {"mode": entry.mode, "parent": entry.parent, "lost": entry.lost, "guessed": entry.guessed}
+            said = {"mode": entry.mode, "parent": entry.parent, "lost": entry.lost, "guessed": entry.guessed}
+            return said if entry.named is None else said | {"named": entry.named}
         case Drawn():
             return {"span": entry.span}
         case Evicted():
@@ -312,7 +315,8 @@ def _decode(record: Record) -> Entry:
         match row["kind"]:
             case "restored":
                 lost, guessed = tuple(details["lost"]), bool(details["guessed"])
-                return Restored(row["iteration"], details["mode"], details["parent"], lost, guessed)
+                parent, named = details["parent"], details.get("named")
+                return Restored(row["iteration"], details["mode"], parent, lost, guessed, named)
             case "drawn":
                 return Drawn(row["iteration"], tuple(row["uids"]), details["span"], row["state"])
             case "evicted":

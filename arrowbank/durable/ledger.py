@@ -83,7 +83,7 @@ class Ledger:
         plan = Line.inherit(self._session, line, iteration, guessed=guessed).plan()
         lost = tuple(uid for draw in plan for uid in draw.uids if uid not in self.state.groups)
         self.guessed, self.rivals = guessed, tuple(history.rivals(iteration, parent)) if session is None else ()
-        entry = Restored(iteration, mode, parent, lost, guessed)
+        entry = Restored(iteration, mode, parent, lost, guessed, session)
         self._journal.write([entry])
         history.apply(self._session, entry)
         self.restored = True
@@ -169,7 +169,8 @@ class Ledger:
         except OSError:
             self._appender.closed.extendleft(reversed(facts))
             raise
-        self.state.history.lines.setdefault(self._session, self.line)
+        if not isinstance(entry, Evicted):  # evictions are no part of any line
+            self.state.history.lines.setdefault(self._session, self.line)
         self.state.history.apply(self._session, entry)
 
     def _wait_for_appends(self) -> None:
