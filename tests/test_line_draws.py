@@ -221,9 +221,11 @@ def test_drawing_a_cut_draw_again_inside_its_span_continues_it_where_it_is(at: i
     (made,) = run.line.made[4]
     assert (made.uids, made.span, made.state, run.line.owns(made)) == (("a", "b"), 3, b"s", True)
     assert run.line.last_drawn == at
-    run.draws(draw("ab", 6))
-    run.draws(draw("ab", 6))
+    assert not run.line.check_draw(draw("ab", 6), {})  # it has been drawn; step 6 is another one of it
+    assert not run.line.check_draw(draw("ab", 5), {})
+    assert run.line.check_draw(draw("d", at), {})
     assert run.line.made.keys() == {4}
+    run.line.began = 6
     with pytest.raises(InvalidDrawError, match="which this session drew"):
         run.line.check_evict("a")
     run.checkpoint(7)

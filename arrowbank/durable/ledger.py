@@ -101,6 +101,7 @@ class Ledger:
         self._require_restored(f"mark_consumed at iteration {drawn.iteration}")
         self._wait_for_appends()
         if not self.line.check_draw(drawn, self.state.history.evicted):
+            self.line.began = max(self.line.began, drawn.iteration)
             return
         self._require_known(drawn.uids)
         for uid in drawn.uids:

@@ -175,7 +175,7 @@ class Line:
         if repeated:
             raise InvalidDrawError(f"the draw at iteration {at} names {repeated} twice; name each group once")
         continued = self._continued(drawn, evicted)
-        if self._was_made(drawn) or (continued is not None and self.owns(continued) and at <= self.last_drawn):
+        if self._was_made(drawn) or (continued is not None and self.owns(continued)):
             return False
         floor = max(self.resumed, self.last_checkpoint)
         if at < floor:
