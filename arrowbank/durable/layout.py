@@ -4,8 +4,9 @@
     LOCK                                             see ``session``
     sessions/0003                                    see ``session``
     segments/00000021-main-s0003-0000.arrows         iteration 21, writer "main", session 3, part 0
-    journal/s0003-0000.arrows                        session 3, part 0; see ``journal``
-    archive -> .archive/v000001                      *.parquet, one of them with no rows
+    segments/00000021-carry-s0003-0007.arrows        groups that compaction carried on, see below
+    journal/s0003-0000.arrows                        session 3, part 0; see ``journal`` and ``snapshot``
+    archive -> .archive/v000001                      *.parquet, one of them with no rows; see ``archive/store.py``
     quarantine/                                      damaged bytes, each with a JSON note
     tmp/s0003/                                       everything unfinished of session 3
 
