@@ -314,6 +314,8 @@ class KnowingTrainer:
         self.worlds = [world for world in self.worlds if world.keeps(at, named)]
         assert self.worlds, "restored, although no line with this history is kept"
         note(f"… as session {self.bank.session}")
+        if self.bank.session == before:  # begun anew: what it is said to have saved before, no bank has ever heard of
+            self.saved = {one: held for one, held in self.saved.items() if one in (0, at) or held.session != before}
         self.restored, self.calls = True, 0
         self.step, self.finalizers = at, []
         self.check_restored(found[0], weights)
