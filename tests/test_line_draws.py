@@ -326,6 +326,15 @@ def test_a_draw_behind_one_that_lost_all_its_groups_moves_up() -> None:
     assert places(run) == [(1, 0, "a"), (2, 0, "b"), (2, 1, "c")]
 
 
+def test_a_draw_behind_one_that_was_passed_over_moves_up() -> None:
+    run = planned(draw("a", 1), draw("bc", 1), draw("de", 1))
+    run.evict("a")
+    run.draws(draw("bc", 1))
+    assert places(run) == [(1, 0, "bc"), (1, 1, "de")]
+    run.restore(0)
+    assert places(run) == [(1, 0, "bc"), (1, 1, "de")]
+
+
 def test_a_draw_whose_neighbour_is_settled_keeps_its_place() -> None:
     run = Run("ab")
     run.restore(0)

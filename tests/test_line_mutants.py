@@ -99,7 +99,7 @@ MUTANTS = {
         "if line is not None and iteration <= line.resumed:",
         "if line is not None:",
     ),
-    "a draw behind an emptied one keeps its number": ("index=later.index - 1", "index=later.index"),
+    "a draw behind an emptied one keeps its number": ("if draw.index != index:", "if False:"),
     "draws of archived groups stay": ("if not all(uid in archived for uid in draw.uids)", "if True"),
     "draws that left the archive are not told": (
         "line.revive(draw for draw in draws if",

@@ -263,6 +263,7 @@ class Line:
             self._leave_planned(drawn.uids)
             index = len(self.made.get(at, ()))
             self._make(LineDraw(at, drawn.uids, drawn.span, drawn.state, self.session, index))
+            self._number(at)
         self.last_drawn = max(self.last_drawn, at)
         self.began = max(self.began, at)
 
@@ -305,8 +306,14 @@ class Line:
                 self.places.pop(uid, None)
             else:
                 self._drop([draw])
-                for later in [other for other in self.planned.get(draw.iteration, ()) if other.index > draw.index]:
-                    self._replace(later, replace(later, index=later.index - 1))
+                self._number(draw.iteration)
+
+    def _number(self, iteration: int) -> None:
+        """Let planned draws move up behind the session's own when one before them is gone."""
+        first = len(self.made.get(iteration, ()))
+        for index, draw in enumerate(list(self.planned.get(iteration, ())), first):
+            if draw.index != index:
+                self._replace(draw, replace(draw, index=index))
 
     def _make(self, draw: LineDraw, instead_of: LineDraw | None = None) -> None:
         if instead_of is not None:
