@@ -135,7 +135,7 @@ class RolloutBank:
     ) -> None:
         try:
             self.close()
-        except Exception as failure:
+        except Exception as failure:  # whatever closing met must not hide what the trainer itself raised
             if error is None:
                 raise
             if failure is not error:

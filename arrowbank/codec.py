@@ -427,7 +427,7 @@ class StoredGroup(RolloutGroup):
     def __copy__(self) -> RolloutGroup:  # type: ignore[override]  # a copy need not stay mapped
         return self.plain()
 
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> RolloutGroup:  # type: ignore[override]
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> RolloutGroup:  # type: ignore[override]  # as __copy__
         return self.plain().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:

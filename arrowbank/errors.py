@@ -11,10 +11,10 @@
     │   ├── CorruptRecordError
     │   └── CorruptManifestError
     ├── DuplicateGroupError      the group was appended before
-    ├── UnknownGroupError        no group of that uid in the bank
     ├── InvalidDrawError         (also ValueError)  a draw or eviction that no trainer could have made
+    │   └── UnknownGroupError    no live group of that uid in the bank
     ├── UnrepresentableError     (also ValueError)  a value that could not come back exactly; names the field
-    ├── ReplayUnavailableError   the draws to replay are known, their payload is not there any more
+    ├── ReplayUnavailableError   draws would have to be replayed, and not all their groups are there any more
     └── HistoryGoneError         only a line that was let go of recorded this checkpoint
 
 ``OSError`` passes through with its errno: a full disk is the caller's to see. All errors survive pickling.
@@ -129,7 +129,7 @@ class UnrepresentableError(ArrowbankError, ValueError):
 
 
 class ReplayUnavailableError(ArrowbankError):
-    """Retention dropped the payload of draws that this restore would have to replay."""
+    """Draws would have to be replayed, and not all their groups are there any more."""
 
 
 class HistoryGoneError(ArrowbankError):

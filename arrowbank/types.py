@@ -82,7 +82,7 @@ def _turns(convert: Callable[[Any], Any]) -> PlainValidator:
 
 def _optional_turns(convert: Callable[[Any], Any]) -> PlainValidator:
     validate = _turns(convert).func
-    return PlainValidator(lambda value: None if value is None else validate(value))  # type: ignore[call-arg]  # a plain function
+    return PlainValidator(lambda value: None if value is None else validate(value))  # type: ignore[call-arg]  # the stubs know validators with an info argument only
 
 
 def _named_arrays(value: Any) -> dict[str, NDArray[Any]]:

@@ -80,7 +80,7 @@ class Compactor:
             self.error = self._store.unfinished
             if self.error is not None:
                 _log.warning("%s: tidying up failed; the next checkpoint tries again: %s", self._root, self.error)
-        except Exception as error:
+        except Exception as error:  # whatever it is: it must not fail an append, and is told by stats() and close()
             self.error = self._fenced() or error
             _log.warning("%s: compaction failed; the next checkpoint tries again: %s", self._root, self.error)
 
@@ -89,7 +89,7 @@ class Compactor:
         store = self._store
         while chosen := merging.choose(store.manifest.files):
             directory = store.paths.version(store.manifest.version)
-            made = merging.merge([merging.Source(directory / file.name, file) for file in chosen], store.target())
+            made = merging.merge([merging.Source.checked(directory, file) for file in chosen], store.target())
             store.commit(Change(file=made, replaced=tuple(file.name for file in chosen)))
 
     def _fenced(self) -> FencedError | None:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from arrowbank.archive.parquet import ROW_GROUP_BYTES, TABLE_BYTES, check_file, describe_file, write_parquet
+from arrowbank.archive.rows import group_slices
 from arrowbank.durable.manifest import ArchiveFile
 from arrowbank.schema import ARCHIVE_SCHEMA
 
@@ -40,6 +41,12 @@ class Source:
     keep: NDArray[np.bool_] | None = None
     """Which of its rows to take; None for all."""
 
+    @classmethod
+    def checked(cls, directory: Path, file: ArchiveFile) -> Source:
+        """Return a file that is, byte for byte, what the manifest says of it. Raises CorruptionError."""
+        check_file(directory / file.name, file)
+        return cls(directory / file.name, file)
+
 
 def choose(listed: Sequence[ArchiveFile]) -> list[ArchiveFile]:
     """Return files to be merged into one; none while every tier has fewer than ``FAN_IN``."""
@@ -55,10 +62,8 @@ def merge(sources: Sequence[Source], target: Path) -> ArchiveFile | None:
     """Write the sources' rows, sorted as the archive's are, to a new file; None when there are none.
 
     Durability: the file's bytes survive power loss on return. Memory: a row group of each source, and a portion of
-    output. Raises CorruptionError for a source that is not what the manifest says; OSError.
+    output. Raises OSError.
     """
-    for source in sources:
-        check_file(source.path, source.file)
     order = _order(sources) if sources else np.zeros((0, 2), np.int64)
     if not len(order):
         return None
@@ -105,10 +110,11 @@ def _tables(sources: Sequence[Source], order: NDArray[Any]) -> Iterator[pa.Table
     portion: list[pa.Table] = []
     nbytes = 0
     last: tuple[int | None, str | None] = None, None
-    for number, start, stop in _runs(order):
-        for piece in readers[number].rows(start, stop):
+    for number, first, end in _runs(order):
+        for piece in readers[number].rows(first, end):
             is_small = nbytes + piece.nbytes < min(ROW_GROUP_BYTES, TABLE_BYTES)
-            for part in [piece] if is_small else _by_group(piece):
+            for start, stop in [(0, piece.num_rows)] if is_small else group_slices(piece):
+                part = piece.slice(start, stop - start)
                 iteration, uid = part["consumed_iteration"][0].as_py(), part["group_uid"][0].as_py()
                 at_iteration = iteration != last[0] and nbytes >= ROW_GROUP_BYTES
                 if portion and (at_iteration or (uid != last[1] and nbytes >= TABLE_BYTES)):
@@ -128,14 +134,6 @@ def _runs(order: NDArray[Any]) -> Iterator[tuple[int, int, int]]:
     edges = [0, *breaks.tolist(), len(order)]
     for start, stop in pairwise(edges):
         yield int(number[start]), int(row[start]), int(row[stop - 1]) + 1
-
-
-def _by_group(rows: pa.Table) -> Iterator[pa.Table]:
-    """Cut rows in which each group's stand together into groups."""
-    uids = rows["group_uid"].to_numpy()
-    edges = [0, *(np.flatnonzero(uids[1:] != uids[:-1]) + 1).tolist(), len(uids)]
-    for start, stop in pairwise(edges):
-        yield rows.slice(start, stop - start)
 
 
 class _Reader:

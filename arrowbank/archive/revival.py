@@ -8,8 +8,7 @@ Evicted rows stay: evictions hold on every line.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from arrowbank import details
 from arrowbank.archive.carry import Carried, CarryWriter
 from arrowbank.archive.merging import Source, merge
-from arrowbank.archive.parquet import check_file, row_group_end
-from arrowbank.archive.rows import narrow
+from arrowbank.archive.parquet import row_group_end
+from arrowbank.archive.rows import group_slices, head_of, narrow
 from arrowbank.archive.store import ArchiveStore
 from arrowbank.durable.history import History
 from arrowbank.durable.layout import CARRY, SegmentName
@@ -33,7 +31,7 @@ from arrowbank.errors import ReplayUnavailableError
 __all__ = ["Revival", "prepare"]
 
 _COLUMNS = [
-    "group_uid", "member_index", "consumed_iteration", "consumed_draw", "consumed_position", "draw_size",
+    "group_uid", "consumed_iteration", "consumed_draw", "consumed_position", "draw_size",
     "draw_session", "span", "draw_state", "evict_reason",
 ]  # fmt: skip
 
@@ -82,13 +80,12 @@ def _affected(store: ArchiveStore, iteration: int) -> Iterator[tuple[Source, pa.
     for file in store.manifest.files:
         if file.last_end <= iteration:
             continue
-        path = directory / file.name
-        check_file(path, file)  # before anything that it says is believed
-        table = _rolled_back(path, iteration)
+        source = Source.checked(directory, file)  # before anything that it says is believed
+        table = _rolled_back(source.path, iteration)
         if table.num_rows:
             keep = np.ones(file.rows, np.bool_)
             keep[table["row"].to_numpy()] = False
-            yield Source(path, file, keep), table
+            yield replace(source, keep=keep), table
 
 
 def _rolled_back(path: Path, iteration: int) -> pa.Table:
@@ -158,7 +155,7 @@ def _carry(store: ArchiveStore, affected: list[tuple[Source, pa.Table]]) -> tupl
                 if iteration != last:
                     writer.may_cut()
                     last = iteration
-                writer.add(batch, _head(rows))
+                writer.add(batch, head_of(rows))
         writer.finish()
     finally:
         writer.close()
@@ -176,37 +173,6 @@ def _wanted(path: Path, wanted: NDArray[np.bool_]) -> Iterator[tuple[pa.Table, p
         if len(at):
             rows = source.read_row_group(index).take(at)
             lean = narrow(rows).combine_chunks()
-            uids = rows["group_uid"].to_numpy()
-            edges = [0, *(np.flatnonzero(uids[1:] != uids[:-1]) + 1).tolist(), len(uids)]
-            for start, stop in pairwise(edges):
+            for start, stop in group_slices(rows):
                 (batch,) = lean.slice(start, stop - start).to_batches()
                 yield rows.slice(start, stop - start), batch
-
-
-def _head(rows: pa.Table) -> dict[str, Any]:
-    """Make a record's head again of a group's rows."""
-    row = rows.select(_HEAD_COLUMNS).slice(0, 1).to_pylist()[0]
-    problems = set(rows["problem_id"].to_pylist()) if row["group_size"] else set()
-    envs = [env for env in rows["env_id"].to_pylist() if env]
-    head: dict[str, Any] = {
-        "uid": row["group_uid"],
-        "iteration": row["collected_iteration"],
-        "env": envs[0] if envs else "",
-        "split": row["split"],
-        "size": row["group_size"],
-        "problem": problems.pop() if len(problems) == 1 else None,
-    }
-    head |= {name: row[name] for name in ("batch_id", "index_in_batch") if row[name]}
-    if row["group_extra"] is not None:
-        head["extra"] = details.load(row["group_extra"])
-    if row["source_index"] is not None:
-        head["source_index"] = row["source_index"]
-    head["at"] = rows["completed_at"][0].cast(pa.int64()).as_py()
-    head["session"] = row["session"]
-    return head
-
-
-_HEAD_COLUMNS = [
-    "group_uid", "collected_iteration", "split", "group_size", "batch_id", "index_in_batch", "group_extra",
-    "source_index", "session",
-]  # fmt: skip

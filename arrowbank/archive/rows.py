@@ -6,7 +6,7 @@ through Python floats, where NaN payloads could be at stake.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,7 @@ from arrowbank import details
 from arrowbank.schema import ROW_SCHEMA, SEGMENT_SCHEMA
 from arrowbank.turns import CUMULATIVE, FULL, NO_LOGPROBS, NO_MASK, SAMPLED
 
-__all__ = ["narrow", "widen"]
+__all__ = ["group_slices", "head_of", "narrow", "widen"]
 
 _FORMS = {NO_LOGPROBS: None, SAMPLED: "sampled", FULL: "full", CUMULATIVE: "cumulative"}
 _FORM_NUMBERS = {name: number for number, name in _FORMS.items()}
@@ -29,6 +29,10 @@ _PLAIN = (
 )  # fmt: skip
 _VERSIONS = ("policy_versions", "kv_versions")
 _NO_TURN = {"source": 0, "end": 0}
+_HEAD_COLUMNS = [
+    "group_uid", "collected_iteration", "split", "group_size", "batch_id", "index_in_batch", "group_extra",
+    "source_index", "session",
+]  # fmt: skip
 
 
 def widen(lean: pa.Table, run_id: str) -> pa.Table:
@@ -78,6 +82,35 @@ def narrow(wide: pa.Table) -> pa.Table:
     return pa.Table.from_arrays(
         [_column(columns[field.name], field) for field in SEGMENT_SCHEMA], schema=SEGMENT_SCHEMA
     )
+
+
+def group_slices(rows: pa.Table) -> Iterator[tuple[int, int]]:
+    """Yield where each group starts and ends, in rows in which each group's stand together."""
+    uids = rows["group_uid"].to_numpy()
+    yield from pairwise([0, *(np.flatnonzero(uids[1:] != uids[:-1]) + 1).tolist(), len(uids)] if len(uids) else [0])
+
+
+def head_of(rows: pa.Table) -> dict[str, Any]:
+    """Make the head that a group's record had again, of the group's whole rows, with the session that appended it."""
+    row = rows.select(_HEAD_COLUMNS).slice(0, 1).to_pylist()[0]
+    problems = set(rows["problem_id"].to_pylist()) if row["group_size"] else set()
+    envs = [env for env in rows["env_id"].to_pylist() if env]
+    head: dict[str, Any] = {
+        "uid": row["group_uid"],
+        "iteration": row["collected_iteration"],
+        "env": envs[0] if envs else "",
+        "split": row["split"],
+        "size": row["group_size"],
+        "problem": problems.pop() if len(problems) == 1 else None,
+    }
+    head |= {name: row[name] for name in ("batch_id", "index_in_batch") if row[name]}
+    if row["group_extra"] is not None:
+        head["extra"] = details.load(row["group_extra"])
+    if row["source_index"] is not None:
+        head["source_index"] = row["source_index"]
+    head["at"] = rows["completed_at"][0].cast(pa.int64()).as_py()
+    head["session"] = row["session"]
+    return head
 
 
 def _details(

@@ -106,15 +106,15 @@ class ArchiveStore:
         if change.file is not None:
             files.publish(self.tmp / change.file.name, self.paths.version(version) / change.file.name)
         new = self._changed(change, version, roll)
-        self.unfinished = None
+        failure: OSError | None = None
         try:
             write_manifest(self.paths, new, self.tmp)
         except OSError as error:
             if read_manifest(self.paths) != new:
                 raise
-            self.unfinished = error  # replaced; only whether that survives a power cut is open
-        self.manifest = new
-        if self.unfinished is None:
+            failure = error  # replaced; only whether that survives a power cut is open
+        self.manifest, self.unfinished = new, failure
+        if failure is None:
             self.tidy(old)
 
     def tidy(self, old: Manifest | None = None) -> None:

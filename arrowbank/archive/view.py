@@ -11,16 +11,14 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from arrowbank import details
 from arrowbank.archive.compaction import Fate, archive_rows, fates
-from arrowbank.archive.rows import narrow
+from arrowbank.archive.rows import group_slices, head_of, narrow
 from arrowbank.codec import StoredGroup, decode_group
 from arrowbank.durable.layout import BankPaths
 from arrowbank.durable.manifest import Manifest, read_manifest
@@ -152,20 +150,6 @@ def _live_rows(paths: BankPaths, manifest: Manifest) -> pa.Table:
 def _groups_of(rows: pa.Table) -> Iterator[RolloutGroup]:
     """Decode rows in which each group's rows stand together."""
     lean = narrow(rows)
-    uids = lean["group_uid"].to_pylist()
-    start = 0
-    for uid, run in groupby(uids):
-        count = sum(1 for _ in run)
-        batch = lean.slice(start, count).combine_chunks().to_batches()[0]
-        yield StoredGroup.of(_head(uid, rows, start), partial(decode_group, batch))
-        start += count
-
-
-def _head(uid: str, rows: pa.Table, row: int) -> dict[str, Any]:
-    extra = rows["group_extra"][row].as_py()
-    return {
-        "uid": uid,
-        "batch_id": rows["batch_id"][row].as_py(),
-        "index_in_batch": rows["index_in_batch"][row].as_py(),
-        "extra": None if extra is None else details.load(extra),
-    }
+    for start, stop in group_slices(rows):
+        batch = lean.slice(start, stop - start).combine_chunks().to_batches()[0]
+        yield StoredGroup.of(head_of(rows.slice(start, stop - start)), partial(decode_group, batch))

@@ -157,7 +157,7 @@ class Appender:
         error: Exception | None = None
         try:
             self._write(batch)
-        except Exception as caught:
+        except Exception as caught:  # whatever it is: every waiting ticket is told, and raises it in its own thread
             error = caught
         except BaseException:
             error = OSError(errno.EINTR, "the thread that wrote this was interrupted; the group is not in the bank")
