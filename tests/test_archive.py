@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 from builders import EVERY, build, empty_group, token_group
+from runs import kill
 
 from arrowbank import RolloutBank, scan
 from arrowbank.archive import compaction, compactor, parquet, store
@@ -25,15 +26,6 @@ from arrowbank.durable.layout import BankPaths
 from arrowbank.durable.manifest import read_manifest
 from arrowbank.errors import CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "bank"
-
-
-def kill(path: Path, **options: Any) -> RolloutBank:
-    return RolloutBank.open(path, takeover="force", **options)
 
 
 def run(path: Path, iterations: int = 4, *, size: int = 3, final: bool = True) -> list[list[str]]:

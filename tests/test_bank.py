@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from builders import EVERY, build, token_group
+from runs import kill
 
 from arrowbank import (
     DuplicateGroupError,
@@ -29,20 +30,10 @@ from arrowbank import (
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "bank"
-
-
-@pytest.fixture
 def bank(path: Path) -> Iterator[RolloutBank]:
+    """A new bank need not be restored."""
     with RolloutBank.open(path) as bank:
         yield bank
-
-
-def kill(path: Path) -> RolloutBank:
-    """Open the bank as after a kill: whoever holds it can do nothing more."""
-    bank = RolloutBank.open(path, takeover="force")
-    return bank
 
 
 def pending(bank: RolloutBank, iteration: int = 0) -> list[RolloutGroup]:

@@ -5,40 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import token_group
+from runs import train
 
 from arrowbank import BankClosedError, RolloutBank, scan
 from arrowbank.archive.store import ArchiveStore
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "bank"
-
-
-@pytest.fixture
-def bank(path: Path) -> Iterator[RolloutBank]:
-    with RolloutBank.open(path) as bank:
-        bank.restore(0)
-        yield bank
-
-
-def train(bank: RolloutBank, iterations: range, *, size: int = 2, checkpoints: bool = True) -> list[list[str]]:
-    """Train whole iterations of new groups; return each one's uids."""
-    drawn = []
-    for iteration in iterations:
-        bank.begin_iteration(iteration)
-        drawn.append(bank.append_many([token_group(100 * iteration + number) for number in range(size)]))
-        bank.mark_consumed(drawn[-1], iteration, state=b"at %d" % iteration)
-        if checkpoints:
-            bank.checkpoint(iteration + 1)
-    return drawn
-
 
 # -- close, with, fork
 

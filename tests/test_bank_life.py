@@ -7,53 +7,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 from builders import token_group
+from runs import archived_rows, kill, train
 
 from arrowbank import HistoryGoneError, InvalidDrawError, RolloutBank, UnknownGroupError, scan
 from arrowbank.archive import compactor
 from arrowbank.archive.store import ArchiveStore
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "bank"
-
-
-@pytest.fixture
-def bank(path: Path) -> Iterator[RolloutBank]:
-    with RolloutBank.open(path) as bank:
-        bank.restore(0)
-        yield bank
-
-
-def kill(path: Path, **options: Any) -> RolloutBank:
-    return RolloutBank.open(path, takeover="force", **options)
-
-
-def archived_rows(path: Path) -> list[tuple[str, int]]:
-    """Group and member of each row under archive/, as any engine globs it."""
-    tables = [pq.read_table(file, columns=["group_uid", "member_index"]) for file in (path / "archive").iterdir()]
-    rows = [row for table in tables for row in table.to_pylist()]
-    return [(row["group_uid"], row["member_index"]) for row in rows]
-
-
-def train(bank: RolloutBank, iterations: range, *, size: int = 2, checkpoints: bool = True) -> list[list[str]]:
-    """Train whole iterations of new groups; return each one's uids."""
-    drawn = []
-    for iteration in iterations:
-        bank.begin_iteration(iteration)
-        drawn.append(bank.append_many([token_group(100 * iteration + number) for number in range(size)]))
-        bank.mark_consumed(drawn[-1], iteration, state=b"at %d" % iteration)
-        if checkpoints:
-            bank.checkpoint(iteration + 1)
-    return drawn
-
 
 # -- I3, I4: resume
 

@@ -46,11 +46,6 @@ class Run:
         return Counter(uid for file in files for uid in pq.read_table(file)["group_uid"].to_pylist())
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "bank"
-
-
 def tree(path: Path) -> dict[Path, Any]:
     """Every file of a bank that a refused restore must leave as it is."""
     skipped = {"LOCK", "tmp", "sessions", "journal"}

@@ -294,19 +294,25 @@ def test_closing_a_fenced_handle_harms_nothing_of_the_new_holder(tmp_path: Path)
     second.close()
 
 
-def test_an_append_that_a_takeover_overtakes_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = RolloutBank.open(tmp_path / "bank")
-    first.restore(0)
-    kept = first.append(token_group(1))
+def overtake_at_the_next_sync(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let another handle take the bank over between a sync and what follows it; return where that handle will be."""
     fdatasync, others = os.fdatasync, []
 
     def overtaken(descriptor: int) -> None:
         fdatasync(descriptor)
         if not others:
             others.append(None)
-            others[0] = RolloutBank.open(tmp_path / "bank", takeover="force")
+            others[0] = RolloutBank.open(path, takeover="force")
 
     monkeypatch.setattr(os, "fdatasync", overtaken)
+    return others
+
+
+def test_an_append_that_a_takeover_overtakes_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = RolloutBank.open(tmp_path / "bank")
+    first.restore(0)
+    kept = first.append(token_group(1))
+    others = overtake_at_the_next_sync(tmp_path / "bank", monkeypatch)
     with pytest.raises(FencedError):
         first.append(token_group(2))
     first.close()
@@ -318,15 +324,7 @@ def test_an_append_that_a_takeover_overtakes_does_not_count(tmp_path: Path, monk
 def test_a_draw_that_a_takeover_overtakes_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = RolloutBank.open(tmp_path / "bank")
     uid = first.append(token_group(1))
-    fdatasync, others = os.fdatasync, []
-
-    def overtaken(descriptor: int) -> None:
-        fdatasync(descriptor)
-        if not others:
-            others.append(None)
-            others[0] = RolloutBank.open(tmp_path / "bank", takeover="force")
-
-    monkeypatch.setattr(os, "fdatasync", overtaken)
+    others = overtake_at_the_next_sync(tmp_path / "bank", monkeypatch)
     with pytest.raises(FencedError):
         first.mark_consumed([uid], 0)
     others[0].close()

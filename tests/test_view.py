@@ -22,11 +22,6 @@ from arrowbank.errors import CorruptionError
 from arrowbank.schema import ARCHIVE_SCHEMA
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "bank"
-
-
 def outcomes(path: Path) -> dict[str, str | None]:
     table = scan(path).to_arrow()
     return dict(zip(table["group_uid"].to_pylist(), table["outcome"].to_pylist(), strict=True))
