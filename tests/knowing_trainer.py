@@ -26,8 +26,7 @@ from arrowbank.types import RolloutGroup, TokenRollout
 
 __all__ = ["KillSwitch", "KnowingTrainer", "drop"]
 
-IN_MEMORY = "/dev/shm"
-"""Syncing costs nothing there."""
+IN_MEMORY = "/dev/shm"  # syncing costs nothing there
 COLUMNS = [
     "group_uid", "member_index", "outcome", "consumed_iteration", "consumed_draw", "consumed_position", "span",
     "evict_reason",
@@ -312,7 +311,7 @@ class KnowingTrainer:
             assert self.worlds, "HistoryGoneError, although a line with this history is kept"
             return
         self.worlds = [world for world in self.worlds if world.keeps(at, named)]
-        assert self.worlds, "restored, although no line with this history is kept"
+        assert self.worlds, "restored, although no line is kept for it"
         note(f"… as session {self.bank.session}")
         if self.bank.session == before:  # begun anew: what it is said to have saved before, no bank has ever heard of
             self.saved = {one: held for one, held in self.saved.items() if one in (0, at) or held.session != before}

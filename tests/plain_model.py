@@ -23,8 +23,7 @@ class Gone(Exception):
 @dataclass(frozen=True, slots=True)
 class Group:
     uid: str
-    number: int
-    """Counts groups; their tokens are made from it."""
+    number: int  # counts groups; their tokens are made from it
     env: str
     split: str
     members: int
@@ -122,8 +121,7 @@ class PlainModel:
 
     def __init__(self, log: Iterable[Event] = ()) -> None:
         self.log: list[Event] = list(log)
-        self._lines: dict[tuple[int, int], list[Placed]] = {}
-        """Answers computed before, by the length of the log."""
+        self._lines: dict[tuple[int, int], list[Placed]] = {}  # computed before, by the length of the log
 
     def copy(self) -> PlainModel:
         return PlainModel(self.log)
@@ -229,8 +227,7 @@ class PlainModel:
 
     def parent(self, iteration: int, named: int | None) -> int | None:
         """Return the session whose line a restore takes. Raises Gone."""
-        kept = self.kept()
-        if not kept:
+        if not (kept := self.kept()):
             return None
         if named is not None:
             return self._named(iteration, named, kept)

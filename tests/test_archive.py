@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -432,26 +431,3 @@ def test_a_partial_file_is_never_published(path: Path, monkeypatch: pytest.Monke
     assert compactor.execute is compaction.execute
     with pytest.raises(MemoryError):
         bank.close()
-
-
-def test_a_torn_segment_is_archived_once_its_tail_is_in_quarantine(tmp_path: Path) -> None:
-    path = tmp_path / "bank"
-    with RolloutBank.open(path) as bank:
-        bank.restore(0)
-        uids = bank.append_many([token_group(seed) for seed in range(3)])
-        bank.mark_consumed(uids, 0)
-    (segment,) = (path / "segments").iterdir()
-    whole = segment.read_bytes()[:-8] + bytes(8)
-    segment.write_bytes(whole + b"\x11" * 1000)
-    with RolloutBank.open(path) as bank:
-        restored = bank.restore(0)
-        assert [len(draw.groups) for draw in restored.draws] == [3]
-        bank.mark_consumed(uids, 0)
-        bank.checkpoint(1)
-        bank.close(final=True)
-    rows = sum(pq.read_metadata(file).num_rows for file in (path / "archive").glob("*.parquet"))
-    assert rows == sum(len(draw) for draw in restored.draws[0].groups)
-    assert not list((path / "segments").iterdir())
-    (kept,) = (path / "quarantine").glob("*.bytes")
-    assert (whole + b"\x11" * 1000).endswith(kept.read_bytes()) and kept.read_bytes().endswith(b"\x11" * 1000)
-    assert json.loads(kept.with_suffix(".json").read_text())["torn"] is True
