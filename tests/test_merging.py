@@ -92,7 +92,9 @@ def manifest_groups(path: Path) -> int:
     return sum(one.groups for one in read_manifest(BankPaths(path)).files)
 
 
-def test_a_glob_during_merges_sees_every_archived_rollout_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_glob_during_merges_and_a_restore_sees_every_archived_rollout_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between any two system calls that change names, ``archive/*.parquet`` holds no rollout twice and loses none."""
     import os
 
@@ -125,8 +127,10 @@ def test_a_glob_during_merges_sees_every_archived_rollout_once(tmp_path: Path, m
             bank.begin_iteration(at)
             bank.mark_consumed([bank.append(token_group(at))], at)
             bank.checkpoint(at + 1, wait=True)
-    assert seen == sorted(seen)
-    assert seen[-1] >= 6
+        assert seen == sorted(seen)
+        assert seen[-1] >= 6
+        bank.restore(2)
+    assert seen[-1] == 2
 
 
 def test_damaged_files_are_not_merged_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
