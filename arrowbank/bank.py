@@ -7,6 +7,7 @@ archive. Whoever writes records or commits the archive never takes the bank's lo
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import operator
 import os
@@ -17,17 +18,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from arrowbank import exits
 from arrowbank.archive.archivist import Archivist
 from arrowbank.archive.store import ArchiveStore, create_bank
-from arrowbank.durable import files
+from arrowbank.durable import files, quarantine
 from arrowbank.durable.appender import Appender
+from arrowbank.durable.heartbeat import BEAT_S
 from arrowbank.durable.intake import AppendOptions, Intake
 from arrowbank.durable.journal import Drawn, Journal
 from arrowbank.durable.layout import BankPaths
 from arrowbank.durable.ledger import Ledger
 from arrowbank.durable.manifest import data_without_manifest, read_manifest
 from arrowbank.durable.recovery import read_state
-from arrowbank.durable.session import Claim, Takeover, claim_session
+from arrowbank.durable.session import LEASE_S, Claim, Takeover, claim_session
 from arrowbank.errors import BankClosedError, CorruptionError, FencedError, InvalidDrawError
 from arrowbank.restored import BankStats, Restored, hand_back
 from arrowbank.types import RolloutGroup
@@ -56,6 +59,7 @@ class RolloutBank:
         self._lock = threading.RLock()
         self._retries: set[str] = set()
         self._begin_session(claim)
+        exits.watch(self)
 
     @classmethod
     def open(
@@ -63,14 +67,21 @@ class RolloutBank:
         path: str | Path,
         *,
         takeover: Takeover = "auto",
+        lease_s: float = LEASE_S,
         max_bytes: int | None = None,
         keep_checkpoints: int = 2,
     ) -> Self:
         """Open the bank at ``path`` as its coordinator; an empty or missing directory becomes a new bank.
 
-        takeover: "auto" takes over from a coordinator whose process is gone; "never" leaves that to you; "force" takes
-        over whoever holds it. max_bytes: warn once when live bytes pass it; nothing is ever dropped. keep_checkpoints:
-        the archive takes what the oldest of so many last checkpoints holds, so that stepping back is cheap.
+        takeover: "auto" takes over from a coordinator whose process is gone, or that has shown no sign of life for
+        ``lease_s`` seconds while this call looked on (on another host, or stopped); "never" leaves that to you; "force"
+        takes over whoever holds it, who can do nothing to the bank any more. max_bytes: warn once when live bytes pass
+        it; nothing is ever dropped. keep_checkpoints: the archive takes what the oldest of so many last checkpoints
+        holds, so that stepping back is cheap.
+
+        Closed when the interpreter exits. Unless you handle SIGTERM, it becomes SystemExit(143) in the main thread
+        while a bank is open. In a forked child the handle is closed. Damaged segments are replaced by what is good in
+        them; no damaged byte goes that does not lie in ``quarantine/``.
 
         Durability: the claim on the bank is durable on return.
         Raises: BankLockedError, FormatVersionError, SchemaMismatchError, CorruptionError (the manifest's among them),
@@ -78,13 +89,21 @@ class RolloutBank:
         """
         if keep_checkpoints < 1:
             raise ValueError(f"keep_checkpoints {keep_checkpoints}: at least the last checkpoint is kept")
+        if lease_s < 2 * BEAT_S:
+            raise ValueError(
+                f"lease_s {lease_s}: a holder gives a sign of life every {BEAT_S} s; at least {2 * BEAT_S}"
+            )
+        if "://" in os.fspath(path):
+            raise ValueError(f"{path}: a bank being written lies in a directory, not at a URL")
         paths = BankPaths(Path(path).absolute())
-        paths.refuse_links()
+        if paths.root.exists() and not paths.root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "a bank is a directory, and this is none", os.fspath(path))
+        paths.refuse_strangers()
         is_new = not paths.manifest.exists() and data_without_manifest(paths) is None
         if not is_new:
             read_manifest(paths)  # raises before anything is touched
         files.make_directories([paths.root, *paths.directories])
-        claim = claim_session(paths, takeover)
+        claim = claim_session(paths, takeover, lease_s)
         try:
             if is_new and not paths.manifest.exists():
                 create_bank(paths, claim.tmp)
@@ -123,7 +142,7 @@ class RolloutBank:
             on_freed=self._warn_again,
         )
         self._compactor = self._archivist.compactor
-        self._archivist.sum_up()
+        self._archivist.heal()
         self._open_seconds = time.monotonic() - started
 
     def __enter__(self) -> Self:
@@ -249,9 +268,12 @@ class RolloutBank:
                 self._claim.check()  # a takeover takes files away: say that rather than "no such file"
                 raise
         self._ledger.restore(iteration, mode, session)
+        if self._ledger.state.hidden:  # and accepted
+            self._archivist.heal(accepted=True)
         self._iteration = iteration
         seconds = self._open_seconds + time.monotonic() - started
-        return hand_back(self._ledger, revived_groups=revived, seconds=seconds)
+        quarantined = quarantine.count(self._paths)
+        return hand_back(self._ledger, revived_groups=revived, quarantined=quarantined, seconds=seconds)
 
     def _renew_session(self) -> None:
         """Close the session and begin the next one. A failure closes the handle."""
@@ -432,6 +454,7 @@ class RolloutBank:
             pass  # told when it happened
         finally:
             self._claim.release()
+            exits.forget(self)
 
 
 def _uids(uids: Iterable[str]) -> tuple[str, ...]:

@@ -75,6 +75,8 @@ class RestoreReport:
     """One line for each otherwise damaged place."""
     lost_records: int
     """Records that were acknowledged and cannot be read."""
+    quarantined: int
+    """Damaged parts of files that lie in quarantine/, from this open and from earlier ones."""
     lost_groups: int
     """Groups of planned draws that cannot be given back: damaged, or evicted since."""
 
@@ -92,6 +94,7 @@ class RestoreReport:
             inferred += f"; sessions {list(self.rivals)} may have got there, too: session= says whose weights these are"
         lost = f", {self.lost_groups} more are lost" if self.lost_groups else ""
         revived = f"; {self.revived_groups} groups came back from the archive" if self.revived_groups else ""
+        kept = f", {self.quarantined} places in quarantine/" if self.quarantined else ""
         places = f": {'; '.join(self.damage)}" if self.damage else ""
         return "\n".join(
             [
@@ -99,7 +102,8 @@ class RestoreReport:
                 f"replay: {self.draws} draws, {self.planned_groups} groups{lost}",
                 f"pending: {self.pending_groups} groups",
                 f"read: {self.nbytes:,} bytes in {self.seconds:.2f} s{revived}",
-                f"damage: {len(self.torn)} torn, {len(self.corrupt)} corrupt, {self.lost_records} records lost{places}",
+                f"damage: {len(self.torn)} torn, {len(self.corrupt)} corrupt, {self.lost_records} records lost"
+                f"{kept}{places}",
             ]
         )
 
@@ -173,7 +177,7 @@ class BankStats:
     """Why the last background compaction failed; None when it did not."""
 
 
-def hand_back(ledger: Ledger, *, revived_groups: int, seconds: float) -> Restored:
+def hand_back(ledger: Ledger, *, revived_groups: int, quarantined: int, seconds: float) -> Restored:
     """Return what the line, just resumed, says of the groups that are there."""
     state, line = ledger.state, ledger.line
     draws = [_draw(state, line, draw) for draw in line.plan()]
@@ -201,6 +205,7 @@ def hand_back(ledger: Ledger, *, revived_groups: int, seconds: float) -> Restore
         seconds=seconds,
         torn=tuple(describe(damage) for damage in state.damage if damage.torn),
         corrupt=tuple(describe(damage) for damage in state.damage if not damage.torn),
+        quarantined=quarantined,
         lost_records=sum(state.lost.values()),
         lost_groups=sum(len(draw.lost) for draw in draws),
     )

@@ -201,7 +201,7 @@ def test_a_cancelled_append_async_disturbs_nobody(bank: RolloutBank, path: Path)
 # -- I9: failures
 
 
-@pytest.mark.parametrize("name", ["pwritev", "fdatasync", "fsync", "rename", "open"])
+@pytest.mark.parametrize("name", ["pwritev", "fdatasync", "fsync", "link", "open"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
 def test_a_failed_append_raises_its_errno_and_the_retry_is_kept_once(
     path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int

@@ -110,7 +110,8 @@ def test_removing_unlinks_then_syncs_the_directory_and_forgives_what_is_gone(
 
 def test_directories_are_synced_into_their_parents(tmp_path: Path, calls: list[str]) -> None:
     files.make_directories([tmp_path / "a" / "b", tmp_path / "a"])
-    assert calls == ["mkdir a", f"fsync {tmp_path.name}", "mkdir b", "fsync a"]
+    made = ["mkdir a", f"fsync {tmp_path.name}", "mkdir b", "fsync a"]
+    assert calls == [*made, f"fsync {tmp_path.name}"]  # and of one that is there: who made it may not have got to it
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ PACKAGE = Path(arrowbank.__file__).parent
 
 LAYERS = [
     ["errors"],
-    ["arrays"],
+    ["arrays", "exits"],
     ["types"],
     ["schema", "columns", "turns", "details"],
     ["codec"],

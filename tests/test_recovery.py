@@ -95,7 +95,8 @@ def test_records_that_the_journal_says_were_there_are_lost_though_the_file_ends_
     edges = edges_of(tmp_path, segment)
     os.truncate(segment, edges[3])
     state = state_of(tmp_path)
-    assert (len(state.groups), state.damage, state.lost) == (3, [], {segment.name: 3})
+    (gap,) = state.damage
+    assert (len(state.groups), gap.lost, gap.torn, state.lost) == (3, 3, False, {segment.name: 3})
 
 
 def test_every_truncation_of_a_killed_banks_segment_opens(tmp_path: Path) -> None:

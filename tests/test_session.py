@@ -8,9 +8,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from builders import token_group
 from arrowbank import BankLockedError, FencedError, RolloutBank
 from arrowbank.archive.store import ArchiveStore
 from arrowbank.durable import files, session
+from arrowbank.durable.heartbeat import BEAT_S, last_beat
 from arrowbank.durable.layout import BankPaths
-from arrowbank.durable.session import Holder, claim_session
+from arrowbank.durable.session import Claim, Holder, claim_session
 from arrowbank.errors import CorruptionError
 
 OPEN = "import sys; from arrowbank import RolloutBank; bank = RolloutBank.open(sys.argv[1]); print('open', flush=True)"
@@ -76,7 +78,7 @@ def test_a_second_handle_of_the_same_process_is_refused_even_by_another_path(tmp
     (tmp_path / "link").symlink_to(tmp_path)
     with RolloutBank.open(tmp_path / "bank"):
         for path in (tmp_path / "bank", tmp_path / "link" / "bank"):
-            with pytest.raises(BankLockedError, match=str(os.getpid())):
+            with pytest.raises(BankLockedError, match=f"{os.getpid()}.*another handle of this very process"):
                 RolloutBank.open(path)
     with RolloutBank.open(tmp_path / "bank") as bank:
         assert bank.session == 2
@@ -107,19 +109,84 @@ def test_a_reused_pid_counts_as_gone(paths: BankPaths) -> None:
     assert claim_session(paths, "auto").session == 2
 
 
-def test_a_reboot_counts_as_gone(paths: BankPaths) -> None:
-    claim_session(paths, "auto")
-    rewrite_claim(paths, 1, boot="another")
-    assert claim_session(paths, "auto").session == 2
+class Time:
+    """A clock that only sleeping moves on; what happens meanwhile may be told it."""
+
+    def __init__(self, *happening: Callable[[], object]) -> None:
+        self.now = 0.0
+        self.happening = list(happening)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.happening:
+            self.happening.pop(0)()
 
 
-def test_another_host_is_refused_until_forced(paths: BankPaths) -> None:
-    claim_session(paths, "auto")
+def claim_beside(paths: BankPaths, time: Time, lease_s: float = 60) -> Claim:
+    return claim_session(paths, "auto", lease_s, clock=time, sleep=time.sleep)
+
+
+@pytest.fixture
+def elsewhere(paths: BankPaths) -> BankPaths:
+    """A bank whose holder cannot be asked about, and whose heart does not beat."""
+    claim_session(paths, "auto").forget()
     rewrite_claim(paths, 1, host="elsewhere", boot="another")
-    for takeover in ("auto", "never"):
-        with pytest.raises(BankLockedError, match=r"on elsewhere.*force"):
-            claim_session(paths, takeover)  # type: ignore[arg-type]
-    assert claim_session(paths, "force").session == 2
+    return paths
+
+
+@pytest.mark.parametrize("changes", [{"boot": "another"}, {"namespace": "pid:[1]"}, {"host": "elsewhere"}])
+def test_of_another_host_boot_or_container_only_a_lease_without_a_heartbeat_tells(
+    paths: BankPaths, changes: dict[str, str]
+) -> None:
+    claim_session(paths, "auto").forget()
+    rewrite_claim(paths, 1, **changes)
+    time = Time()
+    assert claim_beside(paths, time, lease_s=60).session == 2
+    assert 60 <= time.now < 61
+
+
+def test_a_holder_whose_heart_beats_is_refused_at_its_next_beat(elsewhere: BankPaths) -> None:
+    time = Time(*[lambda: None] * 7, lambda: os.utime(elsewhere.claim(1)))
+    with pytest.raises(BankLockedError, match="on elsewhere.* lives"):
+        claim_beside(elsewhere, time)
+    assert time.now < 2
+    assert claim_session(elsewhere, "force").session == 2
+
+
+def test_never_takes_over_nobody_who_has_not_closed(elsewhere: BankPaths) -> None:
+    with pytest.raises(BankLockedError, match='on elsewhere.*has not closed; open with takeover="auto"'):
+        claim_session(elsewhere, "never")
+
+
+def test_a_holder_that_closes_while_somebody_watches_makes_room_at_once(paths: BankPaths) -> None:
+    first = claim_session(paths, "auto")
+    rewrite_claim(paths, 1, host="elsewhere")
+    time = Time(first.release)
+    assert claim_beside(paths, time).session == 2
+    assert time.now < 1
+
+
+def test_who_watches_while_another_takes_over_watches_that_one(elsewhere: BankPaths) -> None:
+    time = Time(lambda: claim_session(elsewhere, "force"))
+    with pytest.raises(BankLockedError, match="session 2"):
+        claim_beside(elsewhere, time)
+
+
+def test_a_heart_beats_without_the_bank_being_used_and_stops_with_the_claim(paths: BankPaths) -> None:
+    claim = claim_session(paths, "auto")
+    first = last_beat(paths.claim(1))
+    deadline = monotonic() + 10
+    while last_beat(paths.claim(1)) == first:
+        assert monotonic() < deadline
+        sleep(0.05)
+    claim.release()
+    sleep(BEAT_S / 10)  # a beat that had begun
+    last = last_beat(paths.claim(1))
+    sleep(1.5 * BEAT_S)
+    assert last_beat(paths.claim(1)) == last
 
 
 def test_a_process_that_proc_hides_is_not_taken_for_dead(paths: BankPaths, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +198,20 @@ def test_a_process_that_proc_hides_is_not_taken_for_dead(paths: BankPaths, monke
         raise PermissionError
 
     monkeypatch.setattr(os, "kill", hidden)
-    with pytest.raises(BankLockedError, match="cannot be told"):
+    with pytest.raises(BankLockedError, match="lives"):
         claim_session(paths, "auto")
+
+
+def test_a_lease_shorter_than_two_heartbeats_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="lease_s 1"):
+        RolloutBank.open(tmp_path / "bank", lease_s=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_session_numbers_that_are_used_up_are_damage(paths: BankPaths) -> None:
+    paths.claim(9999999999).write_text("{}")
+    with pytest.raises(CorruptionError, match="no number is left"):
+        claim_session(paths, "force")
 
 
 def test_a_claim_that_says_nothing_needs_force(paths: BankPaths) -> None:
@@ -331,6 +410,39 @@ def test_a_draw_that_a_takeover_overtakes_does_not_count(tmp_path: Path, monkeyp
     with RolloutBank.open(tmp_path / "bank") as bank:
         restored = bank.restore(0)
         assert (restored.draws, len(restored.pending["math"])) == ([], 1)
+
+
+def test_what_an_overtaken_append_adds_after_it_was_read_stays_out_for_good(path: Path) -> None:
+    """Its owner stops between writing and looking at the claims, and goes on when its file is read already."""
+    first = RolloutBank.open(path)
+    first.restore(0)
+    kept = first.append(token_group(1))
+    with RolloutBank.open(path, takeover="force") as second:
+        second.restore(0)
+        # What a process does that was stopped just before its write, and has looked already.
+        first._appender._check_fence = lambda: None
+        first.append(token_group(2))
+        second.append(token_group(3))
+    for _ in range(3):
+        with RolloutBank.open(path) as bank:
+            restored = bank.restore(0)
+            assert [group.uid for group in restored.pending["math"]][0] == kept
+            assert (len(restored.pending["math"]), restored.report.damage) == (2, ())
+
+
+def test_what_an_overtaken_holder_says_in_its_journal_after_it_was_read_does_not_count(path: Path) -> None:
+    """It annuls an append that the new holder has read, and drawn."""
+    first = RolloutBank.open(path)
+    first.restore(0)
+    uid = first.append(token_group(1))
+    second = RolloutBank.open(path, takeover="force")
+    second.restore(0)
+    second.mark_consumed([uid], 0)
+    first._journal._check_fence = lambda: None
+    first._journal.abandon("00000000-main-s0001-0000.arrows", 0, 1)
+    with RolloutBank.open(path, takeover="force") as third:
+        (draw,) = third.restore(0).draws
+        assert ([group.uid for group in draw.groups], draw.lost) == ([uid], ())
 
 
 def test_background_compaction_of_a_fenced_handle_commits_nothing(tmp_path: Path) -> None:

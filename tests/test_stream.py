@@ -53,7 +53,7 @@ def write(directory: Path, records: int = 3, *, close: bool = False, name: str =
 
 
 def read(data: bytes, name: str = NAME, bank: str = BANK) -> Scan:
-    return scan(memoryview(data), name, bank)
+    return scan(memoryview(data), name, bank, SEGMENT_SCHEMA.serialize().to_pybytes())
 
 
 def sequences(found: Scan) -> list[int]:

@@ -6,10 +6,11 @@ thread are used without it, but for the moments in which the ledger is looked at
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
-from arrowbank.archive import compaction, revival
+from arrowbank.archive import compaction, healing, revival
 from arrowbank.archive.carry import Carried
 from arrowbank.archive.compaction import Made, Task
 from arrowbank.archive.compactor import Compactor
@@ -18,13 +19,15 @@ from arrowbank.durable import quarantine
 from arrowbank.durable.appender import Appender
 from arrowbank.durable.history import History
 from arrowbank.durable.journal import Facts, Journal, Snapshot
-from arrowbank.durable.layout import JournalName
+from arrowbank.durable.layout import JournalName, SegmentName
 from arrowbank.durable.ledger import Ledger
-from arrowbank.durable.recovery import State, read_state
+from arrowbank.durable.recovery import State, read_groups, read_state
 from arrowbank.durable.snapshot import make_snapshot
 from arrowbank.durable.stream import Damage
 
 __all__ = ["Archivist"]
+
+_log = logging.getLogger("arrowbank")
 
 MAX_JOURNAL_PARTS = 16
 """At open, a journal of more files than this is summed up in one: sessions that never got to a checkpoint leave one
@@ -46,6 +49,7 @@ class Archivist:
         on_freed: Callable[[], None],
     ) -> None:
         self.store = store
+        self._root = store.paths.root
         self._ledger, self._journal, self._appender = ledger, journal, appender
         self._lock = lock
         self._check_fence = check_fence
@@ -61,11 +65,35 @@ class Archivist:
         newest = self._ledger.line.checkpoints.newest(keep_checkpoints)
         return newest[-1] if len(newest) == keep_checkpoints else 0
 
-    def sum_up(self) -> None:
-        """Make one file of a journal that has become many. At open, before anything else is written."""
+    def heal(self, *, accepted: bool = False) -> None:
+        """Have whole files only: what is good in damaged ones is copied, their damage kept in quarantine. At open.
+
+        Also makes one file of a journal that has become many. Leaves everything as it is while a damaged journal may
+        hide a draw, until that is ``accepted``. After a failure to write, the next open tries again: all that can be
+        read can be read without this, too.
+        Raises: FencedError; CorruptionError, OSError where a file cannot be read.
+        """
         state = self._ledger.state
-        if state.journal_parts > MAX_JOURNAL_PARTS and not state.hidden:
-            self.store.commit(Change(), lambda: self._sum_up(state.history, ()))
+        segments = {damage.name for damage in state.damage} & set(map(str, state.segment_bytes))
+        is_long = state.journal_parts > MAX_JOURNAL_PARTS
+        is_torn = any(part.length for part in _journal_damage(state))
+        if (state.hidden and not accepted) or not (segments or is_long or is_torn or accepted):
+            return
+        try:
+            self._ledger.seal()
+            healed = healing.copy(self.store, state, segments)
+            self.store.commit(
+                Change(retired=healed.retired, carried=tuple(carried.name for carried in healed.carried)),
+                lambda: self._sum_up(state.history, healed.carried, segments),
+            )
+            self._swap(healed.retired, [group.uid for carried in healed.carried for group in carried.groups], ())
+            for carried in healed.carried:  # mapped, since a restore hands them back
+                read_groups(self.store.paths, self.store.manifest, state, carried.name)
+            self.store.finish()
+        except OSError as error:
+            self._check_fence()
+            self.store.discard_unfinished()
+            _log.warning("%s: damaged files could not be copied; the next open tries again: %s", self._root, error)
 
     def revive(self, iteration: int) -> int:
         """Bring groups that a restore of ``iteration`` rolls back out of the archive; return how many.
@@ -73,7 +101,11 @@ class Archivist:
         Durability: one commit. Raises ReplayUnavailableError, CorruptionError, FencedError, OSError; then nothing has
         changed.
         """
-        made = revival.prepare(self.store, self._ledger.state.history, iteration)
+        try:
+            made = revival.prepare(self.store, self._ledger.state.history, iteration)
+        except BaseException:
+            self.store.discard_unfinished()
+            raise
         history = self._ledger.state.history.copy()
         history.revive(made.draws)
         history.evicted = made.evicted | history.evicted
@@ -84,8 +116,10 @@ class Archivist:
             archived_through=iteration,
         )
         self.store.commit(change, lambda: self._sum_up(history, made.carried))
-        state = read_state(self.store.paths, self.store.manifest)
-        state.damage[:0] = _journal_damage(self._ledger.state)  # of parts that are not read any more: still to be told
+        state, old = read_state(self.store.paths, self.store.manifest), self._ledger.state
+        # Damage of files that are not read any more is still to be told.
+        state.damage[:0] = [damage for damage in old.damage if damage not in state.damage]
+        state.lost = old.lost | state.lost
         self._ledger.reload(state)
         return sum(len(carried.groups) for carried in made.carried)
 
@@ -114,28 +148,34 @@ class Archivist:
 
     def _roll(self, task: Task, made: Made) -> JournalName:
         """Begin a new part of the journal, without what the task archives."""
+        leaving = set(map(str, task.segments))
         with self._lock:
             self._ledger.take_arrivals()
+            self._ledger.let_go(leaving)
             history = self._ledger.state.history.copy()
             history.forget(task.fates, self._ledger.state.groups.keys() - task.fates.keys())
-            return self._sum_up(history, made.carried, set(map(str, task.segments)))
+            return self._sum_up(history, made.carried, leaving)
 
     def _forget(self, task: Task, made: Made) -> None:
         """Let go of what is archived now."""
         with self._lock:
-            state = self._ledger.state
             self._ledger.take_arrivals()
-            for uid in task.fates:
-                state.groups.pop(uid, None)
-            for name in task.segments:
-                state.segment_bytes.pop(name, None)
-                self._appender.sizes.pop(name, None)
-            for carried in made.carried:
-                state.segment_bytes[carried.name] = carried.nbytes
-                state.groups |= {group.uid: group for group in carried.groups}
-            state.history.forget(task.fates, state.groups)
-            self._journal.forget(map(str, task.segments))
+            self._swap(task.segments, task.fates, made.carried)
+            self._ledger.state.history.forget(task.fates, self._ledger.state.groups)
             self._on_freed()
+
+    def _swap(self, retired: Collection[SegmentName], archived: Iterable[str], carried: Iterable[Carried]) -> None:
+        """Carried segments, and the archive, have taken the place of others."""
+        state = self._ledger.state
+        for uid in archived:
+            state.groups.pop(uid, None)
+        for name in retired:
+            state.segment_bytes.pop(name, None)
+            self._appender.sizes.pop(name, None)
+        for segment in carried:
+            state.segment_bytes[segment.name] = segment.nbytes
+            state.groups |= {group.uid: group for group in segment.groups}
+        self._journal.forget(map(str, retired))
 
     def _sum_up(self, history: History, carried: tuple[Carried, ...], leaving: set[str] | None = None) -> JournalName:
         """Begin a new part of the journal that sums up a history, and the facts of segments that stay."""
@@ -145,7 +185,8 @@ class Archivist:
         def snapshot(facts: Facts) -> Snapshot:
             # By what is known to be gone, not by what is known to be there: an append may open a segment just now and
             # fail. Of parts of the journal before this one nothing need be known any more.
-            kept = facts.without({*(leaving or ()), *filter(JournalName.parse, facts.abandoned)})
+            named = {*facts.abandoned, *facts.records}
+            kept = facts.without({*(leaving or ()), *filter(JournalName.parse, named)})
             kept.records |= {str(segment.name): len(segment.groups) for segment in carried}
             return make_snapshot(history, kept)
 

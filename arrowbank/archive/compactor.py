@@ -13,7 +13,7 @@ from arrowbank.archive.store import ArchiveStore, Change
 from arrowbank.durable import quarantine
 from arrowbank.durable.layout import JournalName
 from arrowbank.durable.manifest import Manifest
-from arrowbank.errors import FencedError
+from arrowbank.errors import CorruptionError, FencedError
 
 __all__ = ["Compactor"]
 
@@ -35,6 +35,8 @@ class Compactor:
         self.error: Exception | None = None
         self._store, self._root = store, store.paths.root
         self._plan, self._roll, self._forget, self._check_fence = plan, roll, forget, check_fence
+        self._damaged: dict[str, CorruptionError] = {}
+        """Files that cannot be merged: they are left as they are, and told."""
         self._executor: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
 
@@ -77,20 +79,28 @@ class Compactor:
             self._merge()
             if last:
                 self._store.finish()
-            self.error = self._store.unfinished
-            if self.error is not None:
+            self.error = self._store.unfinished or next(iter(self._damaged.values()), None)
+            if self._store.unfinished is not None:
                 _log.warning("%s: tidying up failed; the next checkpoint tries again: %s", self._root, self.error)
         except Exception as error:  # whatever it is: it must not fail an append, and is told by stats() and close()
             self.error = self._fenced() or error
+            self._store.discard_unfinished()
             _log.warning("%s: compaction failed; the next checkpoint tries again: %s", self._root, self.error)
 
     def _merge(self) -> None:
-        """Merge small files while there are too many."""
+        """Merge small files while there are too many. Damaged ones are left alone."""
         store = self._store
-        while chosen := merging.choose(store.manifest.files):
-            directory = store.paths.version(store.manifest.version)
-            made = merging.merge([merging.Source.checked(directory, file) for file in chosen], store.target())
-            store.commit(Change(file=made, replaced=tuple(file.name for file in chosen)))
+        while chosen := merging.choose([file for file in store.manifest.files if file.name not in self._damaged]):
+            sources = []
+            for file in chosen:
+                try:
+                    sources.append(merging.Source.checked(store.paths.version(store.manifest.version), file))
+                except CorruptionError as error:
+                    _log.warning("%s", error)
+                    self._damaged[file.name] = error
+            if len(sources) == len(chosen):
+                made = merging.merge(sources, store.target())
+                store.commit(Change(file=made, replaced=tuple(file.name for file in chosen)))
 
     def _fenced(self) -> FencedError | None:
         """Tell a takeover from what it looks like: tmp/ is gone, so no such file."""

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from arrowbank.durable import files
 from arrowbank.durable.manifest import ArchiveFile
 from arrowbank.errors import CorruptionError, CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA
@@ -54,13 +55,9 @@ def write_parquet(path: Path, tables: Iterable[pa.Table]) -> int:
                 for start, length in _row_groups(table):
                     writer.write_table(table.slice(start, length), row_group_size=max(length, 1))
                 rows += table.num_rows
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        files.fsync_file(path)
     except BaseException:
-        path.unlink(missing_ok=True)  # the writer finishes even a partial file with a valid footer
+        files.discard(path)  # the writer finishes even a partial file with a valid footer
         raise
     return rows
 
@@ -99,11 +96,15 @@ def check_file(path: Path, file: ArchiveFile) -> None:
 
 def file_digest(path: Path) -> tuple[str, int]:
     """Return the xxh3-128 of a whole file, and its size in bytes."""
+    with files.open_regular(path) as descriptor:
+        return descriptor_digest(descriptor)
+
+
+def descriptor_digest(descriptor: int) -> tuple[str, int]:
     digest, nbytes = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            nbytes += len(block)
+    while block := os.pread(descriptor, 1 << 22, nbytes):
+        digest.update(block)
+        nbytes += len(block)
     return digest.hexdigest(), nbytes
 
 

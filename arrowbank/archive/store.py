@@ -9,6 +9,7 @@ open.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from arrowbank.archive.parquet import write_parquet
 from arrowbank.durable import files
 from arrowbank.durable.layout import ArchiveName, BankPaths, JournalName, SegmentName
 from arrowbank.durable.manifest import ArchiveFile, Manifest, create_manifest, read_manifest, write_manifest
-from arrowbank.errors import CorruptionError, CorruptManifestError
+from arrowbank.errors import ArrowbankError, CorruptionError, CorruptManifestError
 
 __all__ = ["ArchiveStore", "Change", "create_bank"]
 
@@ -78,13 +79,39 @@ class ArchiveStore:
     def settle(self) -> None:
         """At open: finish what a crash cut short. What the manifest does not name goes, and the link is set right."""
         directory = self.paths.version(self.manifest.version)
-        listed = {file.name for file in self.manifest.files} | {_EMPTY}
         carried = [name for name in self.paths.segment_names() if name.is_carried]
-        self._remove([entry for entry in directory.iterdir() if entry.name not in listed], directory)
+        self._remove(self._unlisted(directory), directory)
         unnamed = [self.paths.segments / str(name) for name in carried if str(name) not in self.manifest.carried]
         self._remove(unnamed, self.paths.segments)
         self._set_link()
         self._clean_up(self.manifest, self.manifest.retired)
+
+    def _unlisted(self, directory: Path) -> list[Path]:
+        """Return what a crash has left of a commit that did not come to be; its inputs are live.
+
+        A file of a later commit than the next is none of these: then the manifest is an old copy. Other names are not
+        ours to touch.
+        """
+        try:
+            entries = list(directory.iterdir())
+        except FileNotFoundError:
+            raise CorruptionError(
+                directory, "the archive's files are gone with their directory", hint="Put it back from a copy"
+            ) from None
+        listed = {file.name for file in self.manifest.files} | {_EMPTY}
+        found = []
+        for entry in entries:
+            name = ArchiveName.parse(entry.name)
+            if name is None or entry.name in listed:
+                continue
+            if name.commit > self.manifest.commit + 1:
+                raise CorruptManifestError(
+                    self.paths.manifest,
+                    f"of commit {self.manifest.commit}, but {entry.name} is in the archive: an old copy",
+                    hint="Put the newest MANIFEST.json back. Nothing was changed",
+                )
+            found.append(entry)
+        return found
 
     def commit(self, change: Change, roll: Callable[[], JournalName] | None = None) -> None:
         """Publish what was made under tmp/ and replace the manifest.
@@ -100,22 +127,54 @@ class ArchiveStore:
         old = self.manifest
         self._check_fence()
         self._require_known_manifest()
+        try:
+            new = self._publish(change, roll)
+            failure = self._replace_manifest(new)
+        except BaseException:
+            self._take_back(change)
+            raise
+        self.manifest, self.unfinished = new, failure
+        if failure is None:
+            self.tidy(old)
+
+    def _publish(self, change: Change, roll: Callable[[], JournalName] | None) -> Manifest:
+        """Give names to what was made under tmp/; return the manifest that will make it count."""
         for name in change.carried:
             files.publish(self.tmp / str(name), self.paths.segments / str(name))
-        version = self._new_version(change) if change.replaced else old.version
+        version = self._new_version(change) if change.replaced else self.manifest.version
         if change.file is not None:
-            files.publish(self.tmp / change.file.name, self.paths.version(version) / change.file.name)
-        new = self._changed(change, version, roll)
-        failure: OSError | None = None
+            path = self.paths.version(version) / change.file.name
+            files.discard(path)  # of an attempt of this session that failed, and could not be taken back
+            files.publish(self.tmp / change.file.name, path)
+        return self._changed(change, version, roll)
+
+    def _replace_manifest(self, new: Manifest) -> OSError | None:
+        """Return what failed after the manifest was replaced: only whether that survives a power cut is open then."""
         try:
             write_manifest(self.paths, new, self.tmp)
         except OSError as error:
             if read_manifest(self.paths) != new:
                 raise
-            failure = error  # replaced; only whether that survives a power cut is open
-        self.manifest, self.unfinished = new, failure
-        if failure is None:
-            self.tidy(old)
+            return error
+        return None
+
+    def _take_back(self, change: Change) -> None:
+        """Remove what a commit that failed has published, as far as that is possible: open does the rest."""
+        with contextlib.suppress(OSError, ArrowbankError):
+            if read_manifest(self.paths) == self.manifest:
+                for name in change.carried:
+                    files.discard(self.paths.segments / str(name))
+                if change.file is not None and not change.replaced:
+                    files.discard(self.paths.version(self.manifest.version) / change.file.name)
+        self.discard_unfinished()
+
+    def discard_unfinished(self) -> None:
+        """Remove what was being made for a commit that will not be: on a full disk it takes the last room."""
+        with contextlib.suppress(OSError):
+            for entry in list(self.tmp.iterdir()):
+                segment = SegmentName.parse(entry.name)
+                if ArchiveName.parse(entry.name) is not None or (segment is not None and segment.is_carried):
+                    files.discard(entry)
 
     def tidy(self, old: Manifest | None = None) -> None:
         """Do what a commit leaves to be done: set the link, remove what is older than the manifest before."""

@@ -1,30 +1,85 @@
 """The one place that creates, publishes, replaces and removes files, so that the order of syncs is right everywhere.
 
-Create: write under tmp/, fsync the file, rename it to its name, fsync the directory of that name. Only then may
-anything refer to it. Remove: unlink, then fsync the directory. A directory is made durable by an fsync of its parent.
+Create: write under tmp/, fsync the file, link it to its name, fsync the directory of that name. Only then may anything
+refer to it. Replace: the same, with a rename in the place of the link. Remove: unlink, then fsync the directory. A
+directory is made durable by an fsync of its parent.
 Source: POSIX fsync(2) and rename(2); what ext4 and xfs lose without these was tried (power cuts on loop devices).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Iterable, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+from arrowbank.errors import CorruptionError
 
 __all__ = [
     "clear_directory",
+    "create",
     "create_exclusive",
+    "discard",
     "fsync_directory",
+    "fsync_file",
     "link",
     "make_directories",
     "make_directory",
+    "open_regular",
     "publish",
     "remove",
     "replace",
     "repoint",
+    "sync_data",
     "write_at",
 ]
+
+
+def create(path: Path) -> int:
+    """Create a file that must not exist, to be written under tmp/; return its descriptor. Raises FileExistsError."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[int]:
+    """Open a file for reading: not a link, nor a FIFO, which would wait for somebody to write.
+
+    Raises CorruptionError, FileNotFoundError, OSError.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link; a socket or a device
+            raise
+        raise CorruptionError(path, "not a regular file", hint="Move it out of the bank") from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CorruptionError(path, "not a regular file", hint="Move it out of the bank")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def fsync_file(path: Path) -> None:
+    """Make durable what somebody has written to a file, who may not have got to it himself."""
+    with open_regular(path) as descriptor:
+        os.fsync(descriptor)
+
+
+def sync_data(descriptor: int) -> None:
+    """Make what was written to an open file durable, and its size. Raises OSError, also when the file has no name
+    any more: what nobody will find again is not durable.
+    """
+    os.fdatasync(descriptor)
+    if not os.fstat(descriptor).st_nlink:
+        raise FileNotFoundError(errno.ENOENT, "the file was removed while it was being written")
+
+
+def discard(path: Path) -> None:
+    """Take away what was never published. Not durable: what a crash leaves under tmp/ is taken away later."""
+    path.unlink(missing_ok=True)
 
 
 def fsync_directory(path: Path) -> None:
@@ -37,15 +92,25 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directories(paths: Iterable[Path]) -> None:
-    """Make directories and whatever parents are missing, durably."""
+    """Make directories and whatever parents are missing, durably.
+
+    Also one that is there already: who made it may have been killed before its fsync.
+    """
+    parents: dict[Path, bool] = {}
     for path in paths:
         missing = []
-        while not path.is_dir():
-            missing.append(path)
-            path = path.parent
+        ancestor = path
+        while not ancestor.is_dir():
+            missing.append(ancestor)
+            ancestor = ancestor.parent
         for directory in reversed(missing):
             directory.mkdir(exist_ok=True)
             fsync_directory(directory.parent)
+        if not missing:
+            parents[path.parent] = True
+    for parent in parents:
+        with contextlib.suppress(PermissionError):  # the directory that a bank lies in may be closed to us
+            fsync_directory(parent)
 
 
 def make_directory(path: Path) -> None:
@@ -55,16 +120,20 @@ def make_directory(path: Path) -> None:
 
 
 def publish(unfinished: Path, path: Path) -> None:
-    """Give a fully written and fsync'd file its name, which no file has had before."""
-    os.rename(unfinished, path)
+    """Give a fully written and fsync'd file its name, which no file has. Raises FileExistsError rather than replace it.
+
+    Not by renaming, which would replace. A crash in between leaves the file under tmp/ as well, where it is taken away.
+    """
+    os.link(unfinished, path, follow_symlinks=False)
+    os.unlink(unfinished)
     fsync_directory(path.parent)
 
 
-def replace(path: Path, data: bytes, tmp: Path) -> None:
+def replace(path: Path, data: bytes | memoryview, tmp: Path) -> None:
     """Replace a small file's content in one step; after a crash it is the old or the new, whole."""
     unfinished = tmp / f"{path.name}.{os.getpid()}"
     _write_new(unfinished, data, os.O_CREAT | os.O_TRUNC)
-    publish(unfinished, path)
+    _put(unfinished, path)
 
 
 def create_exclusive(path: Path, data: bytes, tmp: Path) -> None:
@@ -72,10 +141,10 @@ def create_exclusive(path: Path, data: bytes, tmp: Path) -> None:
     unfinished = tmp / f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}"
     _write_new(unfinished, data, os.O_CREAT | os.O_EXCL)
     try:
-        os.link(unfinished, path)
-    finally:
-        os.unlink(unfinished)
-    fsync_directory(path.parent)
+        publish(unfinished, path)
+    except OSError:
+        discard(unfinished)
+        raise
 
 
 def link(source: Path, target: Path) -> None:
@@ -88,7 +157,7 @@ def repoint(path: Path, target: str, tmp: Path) -> None:
     unfinished = tmp / f"{path.name}.{os.getpid()}"
     unfinished.unlink(missing_ok=True)
     os.symlink(target, unfinished)
-    publish(unfinished, path)
+    _put(unfinished, path)
 
 
 def remove(paths: Iterable[Path], directory: Path) -> None:
@@ -129,7 +198,12 @@ def write_at(descriptor: int, parts: Sequence[bytes | bytearray | memoryview], o
 _MAX_PARTS = 512  # below IOV_MAX, which is 1,024 on Linux
 
 
-def _write_new(path: Path, data: bytes, flags: int) -> None:
+def _put(unfinished: Path, path: Path) -> None:
+    os.rename(unfinished, path)
+    fsync_directory(path.parent)
+
+
+def _write_new(path: Path, data: bytes | memoryview, flags: int) -> None:
     descriptor = os.open(path, os.O_WRONLY | flags, 0o666)
     try:
         write_at(descriptor, [data], 0)

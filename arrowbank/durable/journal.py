@@ -16,9 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field
 
 from arrowbank.columns import Columns
 from arrowbank.durable.layout import BankPaths, JournalName
@@ -54,6 +55,8 @@ JOURNAL_SCHEMA = pa.schema(
         pa.field("details", pa.string(), nullable=False),
     ]
 )
+
+_SCHEMA_MESSAGE = JOURNAL_SCHEMA.serialize().to_pybytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Segments were closed with so many records and bytes."""
+    """Segments, or parts of dead sessions' journals, are finished, with so many records and bytes."""
 
     facts: tuple[SegmentFacts, ...]
 
@@ -133,7 +136,7 @@ class Facts:
     abandoned: dict[str, list[range]] = field(default_factory=dict)
     """File → sequence numbers of records that do not count."""
     records: dict[str, int] = field(default_factory=dict)
-    """Closed segment → how many records it has."""
+    """Segment or part of the journal that is finished → how many records of it count."""
 
     def add(self, entry: Entry) -> None:
         """Take in what an entry says of files."""
@@ -145,6 +148,14 @@ class Facts:
     def counts(self, name: str, sequence: int) -> bool:
         """Whether a record of a file counts."""
         return not any(sequence in gone for gone in self.abandoned.get(name, ()))
+
+    def abandoned_before(self, name: str, end: int) -> int:
+        """Count a file's sequence numbers below ``end`` that do not count."""
+        count, start = 0, 0
+        for gone in sorted(self.abandoned.get(name, ()), key=lambda gone: gone.start):
+            count += len(range(max(start, gone.start), min(gone.stop, end)))
+            start = max(start, gone.stop)
+        return count
 
     def without(self, names: Iterable[str]) -> Facts:
         """Return the part about other files."""
@@ -255,11 +266,12 @@ class Journal:
             return self._stream
         self._leave_part()
         name = str(JournalName(self._session, self._part))
-        self._part += 1
+        self._part += 1  # whatever happens: a failed creation may have given the name away
         tmp = self._paths.session_tmp(self._session)
         try:
             self._stream = StreamWriter.create(self._paths.journal / name, tmp, self._bank_id, JOURNAL_SCHEMA)
         except OSError:
+            self._abandoned.append(Abandoned(name, 0, 0))  # or the missing part would look like a lost one
             self._check_fence()  # a takeover takes tmp/ away: say that rather than "no such file"
             raise
         return self._stream
@@ -268,7 +280,7 @@ class Journal:
 def read_journal(paths: BankPaths, name: JournalName, bank_id: str) -> tuple[list[tuple[Record, Entry]], list[Damage]]:
     """Read one part: records and their entries. Damage is returned: the caller judges what it hides."""
     path = paths.journal / str(name)
-    found = scan(map_file(path), path.name, bank_id)
+    found = scan(map_file(path), path.name, bank_id, _SCHEMA_MESSAGE)
     return [(record, _decode(record)) for record in found.records], found.damage
 
 
@@ -314,23 +326,75 @@ def _decode(record: Record) -> Entry:
         details = json.loads(row["details"])
         match row["kind"]:
             case "restored":
-                lost, guessed = tuple(details["lost"]), bool(details["guessed"])
-                parent, named = details["parent"], details.get("named")
-                return Restored(row["iteration"], details["mode"], parent, lost, guessed, named)
+                said = _RestoredDetails.model_validate(details)
+                return Restored(_count(row), said.mode, said.parent, said.lost, said.guessed, said.named)
             case "drawn":
-                return Drawn(row["iteration"], tuple(row["uids"]), details["span"], row["state"])
+                span = _DrawnDetails.model_validate(details).span
+                return Drawn(_count(row), _uids(row), span, row["state"])
             case "evicted":
-                return Evicted(tuple(row["uids"]), details["reason"])
+                return Evicted(_uids(row), _EvictedDetails.model_validate(details).reason)
             case "checkpointed":
-                return Checkpointed(row["iteration"])
+                return Checkpointed(_count(row))
             case "abandoned":
-                return Abandoned(details["name"], details["first"], details["count"])
+                gone = _AbandonedDetails.model_validate(details)
+                return Abandoned(gone.name, gone.first, gone.count)
             case "sealed":
-                return Sealed(tuple(SegmentFacts(*fact) for fact in details["facts"]))
+                facts = _SealedDetails.model_validate(details).facts
+                return Sealed(tuple(SegmentFacts(*fact) for fact in facts))
             case "snapshot":
                 return Snapshot(tuple(row["uids"]), row["state"], details)
         raise ValueError(f"unknown kind {row['kind']!r}")
-    except (ValueError, OSError, KeyError, TypeError, IndexError, pa.ArrowException) as error:
+    except (ValueError, OSError, KeyError, TypeError, IndexError, RecursionError, pa.ArrowException) as error:
         raise CorruptRecordError(
             record.name, f"the seal matches, but this is no journal entry ({error})", offset=record.offset
         ) from error
+
+
+def _count(row: dict[str, Any]) -> int:
+    """Return an entry's iteration count."""
+    iteration: int | None = row["iteration"]
+    if iteration is None or iteration < 0:
+        raise ValueError(f"iteration {iteration}")
+    return iteration
+
+
+def _uids(row: dict[str, Any]) -> tuple[str, ...]:
+    uids = tuple(row["uids"])
+    if not uids or len(set(uids)) < len(uids):
+        raise ValueError(f"{len(uids)} uids, {len(set(uids))} of them different")
+    return uids
+
+
+class _Details(BaseModel):
+    """What ``details`` says, as it must be: a seal tells who wrote an entry, not that it is sound."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+_Count = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+
+
+class _RestoredDetails(_Details):
+    mode: Literal["replay", "requeue", "discard"]
+    parent: _Count | None
+    lost: tuple[str, ...]
+    guessed: bool
+    named: _Count | None = None
+
+
+class _DrawnDetails(_Details):
+    span: Annotated[int, Field(ge=1, lt=2**62, strict=True)]
+
+
+class _EvictedDetails(_Details):
+    reason: str
+
+
+class _AbandonedDetails(_Details):
+    name: str
+    first: _Count
+    count: _Count
+
+
+class _SealedDetails(_Details):
+    facts: tuple[tuple[str, _Count, _Count], ...]

@@ -50,7 +50,7 @@ from typing import TypeVar
 
 from arrowbank.errors import CorruptionError
 
-__all__ = ["CARRY", "ArchiveName", "BankPaths", "JournalName", "SegmentName", "check_writer"]
+__all__ = ["CARRY", "LAST_SESSION", "ArchiveName", "BankPaths", "JournalName", "SegmentName", "check_writer"]
 
 _Name = TypeVar("_Name")
 CARRY = "carry"
@@ -60,9 +60,11 @@ _WRITER = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 _SEGMENT = re.compile(rf"(\d{{8,19}})-({_WRITER})-s(\d{{4,10}})-(\d{{4,10}})\.arrows")
 _JOURNAL = re.compile(r"s(\d{4,10})-(\d{4,10})\.arrows")
 _ARCHIVE = re.compile(r"c(\d{6,12})-s(\d{4,10})\.parquet")
-_SESSION = re.compile(r"\d{4,10}")
+_SESSION = re.compile(r"(\d{4,10})")
 _TMP = re.compile(r"s(\d{4,10})")
 _VERSION = re.compile(r"v(\d{6,12})")
+LAST_SESSION = 10**10 - 1
+"""The highest session number that a name can say."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -85,7 +87,7 @@ class SegmentName:
     @classmethod
     def parse(cls, name: str) -> SegmentName | None:
         match = _SEGMENT.fullmatch(name)
-        return match and cls(int(match[3]), int(match[1]), int(match[4]), match[2])
+        return _canonical(match and cls(int(match[3]), int(match[1]), int(match[4]), match[2]), name)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -99,7 +101,7 @@ class JournalName:
     @classmethod
     def parse(cls, name: str) -> JournalName | None:
         match = _JOURNAL.fullmatch(name)
-        return match and cls(int(match[1]), int(match[2]))
+        return _canonical(match and cls(int(match[1]), int(match[2])), name)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -115,7 +117,7 @@ class ArchiveName:
     @classmethod
     def parse(cls, name: str) -> ArchiveName | None:
         match = _ARCHIVE.fullmatch(name)
-        return match and cls(int(match[1]), int(match[2]))
+        return _canonical(match and cls(int(match[1]), int(match[2])), name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +167,19 @@ class BankPaths:
     def directories(self) -> tuple[Path, ...]:
         return (self.sessions, self.segments, self.journal, self.versions, self.quarantine, self.tmp)
 
-    def refuse_links(self) -> None:
-        """Raise CorruptionError for a link where a directory or file belongs: none is followed but ``archive``."""
+    def refuse_strangers(self) -> None:
+        """Raise CorruptionError where a link, a FIFO or the like stands in the place of a file or directory of a bank.
+
+        None of these is ever made by arrowbank but the link ``archive``; a bank from elsewhere may have been given one.
+        """
         versions = [self.version(number) for number in self.version_numbers()]
         claims = [self.claim(number) for number in self.claimed_sessions()]
-        for path in (self.manifest, self.lock, *self.directories, *versions, *claims):
-            if path.is_symlink():
-                raise CorruptionError(path, "a symbolic link, which arrowbank never makes here", hint="Remove it")
+        unfinished = [self.session_tmp(number) for number in self.tmp_sessions()]
+        for path in (*self.directories, *versions, *unfinished):
+            _require_kind(path, stat.S_ISDIR, "directory")
+        for path in (self.manifest, self.lock, *claims):
+            _require_kind(path, stat.S_ISREG, "file")
+        _require_kind(self.archive, stat.S_ISLNK, "symbolic link")
 
     def claim(self, session: int) -> Path:
         return self.sessions / f"{session:04d}"
@@ -190,17 +198,25 @@ class BankPaths:
         return sorted(_names(self.journal, JournalName.parse))
 
     def claimed_sessions(self) -> list[int]:
-        names = (entry.name for entry in self.sessions.iterdir()) if self.sessions.is_dir() else ()
-        return sorted(int(name) for name in names if _SESSION.fullmatch(name))
+        return sorted(_numbers(self.sessions, _SESSION, self.claim))
+
+    def used_sessions(self) -> set[int]:
+        """Sessions that left a claim or a file: no later one may have the number of any, even where claims are gone."""
+        versions = [self.version(number) for number in self.version_numbers()]
+        forms = [(self.segments, SegmentName.parse), (self.journal, JournalName.parse)]
+        names = [
+            parse(entry.name)
+            for directory, parse in [*forms, *((version, ArchiveName.parse) for version in versions)]
+            for entry in (directory.iterdir() if directory.is_dir() else ())
+        ]
+        return {*self.claimed_sessions(), *(name.session for name in names if name is not None)}
 
     def tmp_sessions(self) -> list[int]:
         """Sessions that have something unfinished."""
-        there = [entry for entry in self.tmp.iterdir() if not entry.is_symlink()] if self.tmp.is_dir() else []
-        return sorted(int(match[1]) for match in (_TMP.fullmatch(entry.name) for entry in there) if match)
+        return sorted(_numbers(self.tmp, _TMP, self.session_tmp))
 
     def version_numbers(self) -> list[int]:
-        names = (entry.name for entry in self.versions.iterdir()) if self.versions.is_dir() else ()
-        return sorted(int(match[1]) for match in map(_VERSION.fullmatch, names) if match)
+        return sorted(_numbers(self.versions, _VERSION, self.version))
 
 
 def check_writer(name: str) -> str:
@@ -228,3 +244,25 @@ def _names(directory: Path, parse: Callable[[str], _Name | None]) -> list[_Name]
             raise CorruptionError(entry, "not a file that arrowbank writes here", hint="Move it out of the bank")
         found.append(name)
     return found
+
+
+def _numbers(directory: Path, form: re.Pattern[str], place: Callable[[int], Path]) -> list[int]:
+    """Return the numbers in a directory's names, where these are as ``place`` writes them."""
+    names = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
+    numbers = [int(match[1]) for match in map(form.fullmatch, names) if match]
+    return [number for number in numbers if place(number).name in names]
+
+
+def _canonical(parsed: _Name | None, name: str) -> _Name | None:
+    """One name, one meaning: not the same numbers with more zeros."""
+    return parsed if parsed is not None and str(parsed) == name else None
+
+
+def _require_kind(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not is_kind(mode):
+        what = "a symbolic link" if stat.S_ISLNK(mode) else "not what belongs there"
+        raise CorruptionError(path, f"{what}: arrowbank only ever makes a {kind} here", hint="Move it out of the bank")

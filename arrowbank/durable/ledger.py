@@ -7,11 +7,13 @@ nothing has changed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from pathlib import Path
 
+from arrowbank.durable import files
 from arrowbank.durable.appender import Appender
 from arrowbank.durable.journal import Checkpointed, Drawn, Entry, Evicted, Journal, Restored, Sealed
-from arrowbank.durable.layout import BankPaths
+from arrowbank.durable.layout import BankPaths, JournalName, SegmentName
 from arrowbank.durable.line import Line
 from arrowbank.durable.recovery import State
 from arrowbank.durable.segment import SegmentFacts
@@ -84,7 +86,7 @@ class Ledger:
         lost = tuple(uid for draw in plan for uid in draw.uids if uid not in self.state.groups)
         self.guessed, self.rivals = guessed, tuple(history.rivals(iteration, parent)) if session is None else ()
         entry = Restored(iteration, mode, parent, lost, guessed, session)
-        self._journal.write([entry])
+        self._write([entry])
         history.apply(self._session, entry)
         self.restored = True
         if guessed:
@@ -154,22 +156,50 @@ class Ledger:
         finally:
             self.take_arrivals()
         if self._appender.closed:
-            self._journal.write([Sealed(self._closed_facts())])
+            self._write([])
 
-    def _closed_facts(self) -> tuple[SegmentFacts, ...]:
-        facts: list[SegmentFacts] = []
+    def seal(self) -> None:
+        """Say now how many records there are in files of dead sessions, if that is still to be said."""
+        if self._dead_files():
+            self._write([])
+
+    def let_go(self, names: Container[str]) -> None:
+        """These segments are being archived: nothing more is to be said of them."""
+        for fact in [fact for fact in self._appender.closed if fact.name in names]:
+            self._appender.closed.remove(fact)
+
+    def _write(self, entries: list[Entry]) -> None:
+        """Write entries to the journal, behind facts of files that were finished since.
+
+        Files of dead sessions are finished as they are: synced, since who wrote them may not have got to it, and what
+        their old owner, should he live, adds from now on does not count.
+        """
+        dead = self._dead_files()
+        for name in dead:
+            files.fsync_file(self._place(name))
+        for directory in {self._place(name).parent for name in dead}:
+            files.fsync_directory(directory)
+        closed = []
         while self._appender.closed:
-            facts.append(self._appender.closed.popleft())
-        return tuple(facts)
+            closed.append(self._appender.closed.popleft())
+        facts = [SegmentFacts(name, records, self._place(name).stat().st_size) for name, records in dead.items()]
+        try:
+            self._journal.write([*([Sealed((*facts, *closed))] if facts or closed else []), *entries])
+        except BaseException:
+            self._appender.closed.extendleft(reversed(closed))
+            raise
+        self.state.unsealed.clear()
+
+    def _dead_files(self) -> dict[str, int]:
+        """Files of earlier sessions of which nobody has said how many records count."""
+        return {name: count for name, count in self.state.unsealed.items() if _session_of(name) < self._session}
+
+    def _place(self, name: str) -> Path:
+        return (self._paths.segments if JournalName.parse(name) is None else self._paths.journal) / name
 
     def _record(self, entry: Entry) -> None:
         """Make an entry durable, with the facts of segments closed since, and take it into the line."""
-        facts = self._closed_facts()
-        try:
-            self._journal.write([Sealed(facts), entry] if facts else [entry])
-        except OSError:
-            self._appender.closed.extendleft(reversed(facts))
-            raise
+        self._write([entry])
         if not isinstance(entry, Evicted):  # evictions are no part of any line
             self.state.history.lines.setdefault(self._session, self.line)
         self.state.history.apply(self._session, entry)
@@ -192,3 +222,9 @@ class Ledger:
                 f"{self._paths.root}: no live group has uid {', '.join(unknown[:4])}: it was never appended to this "
                 "bank, or was trained on so long ago that it is archived"
             )
+
+
+def _session_of(name: str) -> int:
+    parsed = JournalName.parse(name) or SegmentName.parse(name)
+    assert parsed is not None  # a name that was read as one
+    return parsed.session

@@ -82,7 +82,8 @@ def read_manifest(paths: BankPaths) -> Manifest:
     or altered; FormatVersionError; SchemaMismatchError.
     """
     try:
-        text = paths.manifest.read_bytes()
+        with files.open_regular(paths.manifest) as descriptor, open(descriptor, "rb", closefd=False) as file:
+            text = file.read()
     except FileNotFoundError:
         remains = data_without_manifest(paths)
         if remains is None:

@@ -14,7 +14,12 @@ from arrowbank.durable import files
 from arrowbank.durable.layout import BankPaths, JournalName
 from arrowbank.durable.stream import Damage, map_file
 
-__all__ = ["keep"]
+__all__ = ["count", "keep"]
+
+
+def count(paths: BankPaths) -> int:
+    """Count the damaged parts that lie in quarantine."""
+    return sum(entry.suffix == ".json" for entry in paths.quarantine.iterdir())
 
 
 def keep(paths: BankPaths, tmp: Path, damage: Iterable[Damage]) -> None:
@@ -32,6 +37,8 @@ def keep(paths: BankPaths, tmp: Path, damage: Iterable[Damage]) -> None:
             "length": part.length,
             "reason": part.reason,
             "torn": part.torn,
+            "records": part.lost,
+            "uid": part.uid,
         }
-        files.replace(paths.quarantine / f"{stem}.bytes", bytes(data), tmp)
+        files.replace(paths.quarantine / f"{stem}.bytes", data, tmp)
         files.replace(paths.quarantine / f"{stem}.json", json.dumps(note, indent=1).encode() + b"\n", tmp)

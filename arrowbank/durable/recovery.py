@@ -1,22 +1,26 @@
 """What a bank's files say: history from the journals, live groups from the segments. Reading only.
 
 Opening a bank and looking at one share this. Nothing here writes, so a second reading finds the same.
+
+A file that was *sealed* (a journal entry says how many records of it count) has neither fewer nor more: what is missing
+is told, and what came later, from somebody who had lost his place by then, does not count.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from arrowbank.durable.history import History
 from arrowbank.durable.journal import Entry, Facts, Snapshot, read_journal
 from arrowbank.durable.layout import BankPaths, JournalName, SegmentName
 from arrowbank.durable.manifest import Manifest
-from arrowbank.durable.segment import GroupRef, read_segment
+from arrowbank.durable.segment import GroupRef, check_head, read_segment
 from arrowbank.durable.snapshot import load_snapshot
 from arrowbank.durable.stream import Damage, Record
 from arrowbank.errors import CorruptRecordError
 
-__all__ = ["State", "live_segments", "read_state"]
+__all__ = ["State", "live_segments", "read_groups", "read_state"]
 
 
 @dataclass(slots=True)
@@ -35,6 +39,8 @@ class State:
     """Damage of journals that may hide a draw, and between which iterations it would be."""
     lost: dict[str, int] = field(default_factory=dict)
     """Segment → records that were acknowledged there and cannot be read."""
+    unsealed: dict[str, int] = field(default_factory=dict)
+    """Segments and parts of the journal of which no entry says how many records count → how many were found."""
 
 
 def read_state(paths: BankPaths, manifest: Manifest) -> State:
@@ -45,8 +51,10 @@ def read_state(paths: BankPaths, manifest: Manifest) -> State:
     """
     state = State()
     _read_journals(paths, manifest, state)
-    for name in live_segments(paths, manifest):
-        _read_groups(paths, manifest, state, name)
+    live = live_segments(paths, manifest)
+    for name in live:
+        read_groups(paths, manifest, state, name)
+    _note_missing(state, manifest, set(map(str, live)))
     return state
 
 
@@ -62,30 +70,89 @@ def live_segments(paths: BankPaths, manifest: Manifest) -> list[SegmentName]:
 def _read_journals(paths: BankPaths, manifest: Manifest, state: State) -> None:
     """Fold the journals, from the base on, into history and facts."""
     base = JournalName.parse(manifest.journal)
-    parts: list[tuple[JournalName, list[tuple[Record, Entry]]]] = []
+    parts: list[_Part] = []
     for name in paths.journal_names():
-        if base is not None and name < base:
-            continue
-        entries, damage = read_journal(paths, name, manifest.bank_id)
-        state.damage += damage
-        hiding = [place for place in damage if not place.torn and place.lost != 0]
-        state.hidden += [(place, _iterations_around(place, entries)) for place in hiding]
-        state.journal_parts += 1
-        parts.append((name, entries))
+        if base is None or name >= base:
+            parts.append(_Part(name, *read_journal(paths, name, manifest.bank_id)))
+    state.journal_parts = len(parts)
     if base is not None:
         _load_base(base, parts, state)
-    for _, entries in parts:
-        for _, entry in entries:
+    for part in reversed(parts):  # a later session says how much of an earlier one's counts
+        _judge(part, state)
+        for _, entry in part.entries:
             state.facts.add(entry)
-    for name, entries in parts:
-        for record, entry in entries:
-            if not isinstance(entry, Snapshot) and state.facts.counts(str(name), record.sequence):
-                state.history.apply(name.session, entry)
+    state.damage += [place for part in parts for place in part.damage]
+    _note_missing_parts(base, parts, state)
+    for part in parts:
+        for record, entry in part.entries:
+            if not isinstance(entry, Snapshot) and state.facts.counts(str(part.name), record.sequence):
+                _apply(paths, part.name, record, entry, state)
 
 
-def _load_base(base: JournalName, parts: list[tuple[JournalName, list[tuple[Record, Entry]]]], state: State) -> None:
+@dataclass(slots=True)
+class _Part:
+    """A part of the journal as it was read."""
+
+    name: JournalName
+    entries: list[tuple[Record, Entry]]
+    damage: list[Damage]
+
+
+def _judge(part: _Part, state: State) -> None:
+    """Say what a part's damage may hide, and leave out what came after it was sealed."""
+    name, sealed = str(part.name), state.facts.records.get(str(part.name))
+    found = part.entries[-1][0].sequence + 1 if part.entries else 0
+    if sealed is None:
+        state.unsealed[name] = found
+    elif found < sealed:  # its end is gone: no torn tail, since all of it was acknowledged
+        place = part.damage.pop() if part.damage and part.damage[-1].lost is None else _gap(name, sealed - found)
+        part.damage.append(replace(place, torn=False, lost=sealed - found))
+    else:
+        part.entries = [(record, entry) for record, entry in part.entries if record.sequence < sealed]
+        part.damage = [place if place.lost is not None else replace(place, lost=0) for place in part.damage]
+    hiding = [place for place in part.damage if not place.torn and place.lost != 0]
+    state.hidden[:0] = [(place, _iterations_around(place, part.entries)) for place in hiding]
+
+
+def _note_missing_parts(base: JournalName | None, parts: list[_Part], state: State) -> None:
+    """A part is missing when a later one of its session is there, or an entry speaks of its records."""
+    there = {part.name for part in parts}
+    told = {name for name in map(JournalName.parse, state.facts.records) if name is not None}
+    abandoned = set(map(JournalName.parse, state.facts.abandoned))
+    missing = told - there
+    expected: dict[int, int] = {} if base is None else {base.session: base.part}
+    for name in sorted(there):
+        gap = range(expected.get(name.session, 0), name.part)
+        between = (JournalName(name.session, part) for part in islice(gap, len(abandoned) + 1))  # however wide it is
+        missing |= set(islice((one for one in between if one not in abandoned), 1))
+        expected[name.session] = name.part + 1
+    for name in sorted(missing):
+        count = state.facts.records.get(str(name))
+        if count != 0 and (base is None or name > base):
+            state.damage.append(_gap(str(name), count))
+            state.hidden.append((state.damage[-1], "at any iteration"))
+
+
+def _gap(name: str, lost: int | None) -> Damage:
+    count = "some records" if lost is None else f"{lost} records"
+    return Damage(name, 0, 0, f"{count} that were here are missing", torn=False, lost=lost)
+
+
+def _apply(paths: BankPaths, name: JournalName, record: Record, entry: Entry, state: State) -> None:
+    try:
+        state.history.apply(name.session, entry)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise CorruptRecordError(
+            paths.journal / str(name),
+            f"the seal matches, but the entry makes no sense here ({error!r})",
+            offset=record.offset,
+            hint="It was written by a program that is not arrowbank, or a newer one",
+        ) from error
+
+
+def _load_base(base: JournalName, parts: list[_Part], state: State) -> None:
     """Start from the snapshot that the manifest names. Without it, all that it summed up is hidden."""
-    entries = next((entries for name, entries in parts if name == base), [])
+    entries = next((part.entries for part in parts if part.name == base), [])
     record, first = entries[0] if entries else (None, None)
     if record is not None and isinstance(first, Snapshot):
         try:
@@ -96,9 +163,8 @@ def _load_base(base: JournalName, parts: list[tuple[JournalName, list[tuple[Reco
             ) from error
         return
     missing = Damage(str(base), 0, 0, "the snapshot that the journal starts with cannot be read", torn=False)
-    if not any(damage.name == str(base) for damage, _ in state.hidden):
-        state.damage.append(missing)
-    state.hidden.insert(0, (missing, "at any iteration"))
+    state.damage.append(missing)
+    state.hidden.append((missing, "at any iteration"))
 
 
 def _iterations_around(damage: Damage, entries: list[tuple[Record, Entry]]) -> str:
@@ -110,19 +176,47 @@ def _iterations_around(damage: Damage, entries: list[tuple[Record, Entry]]) -> s
     return f"{first}, up to {after[0]}," if after else first
 
 
-def _read_groups(paths: BankPaths, manifest: Manifest, state: State, name: SegmentName) -> None:
+def read_groups(paths: BankPaths, manifest: Manifest, state: State, name: SegmentName) -> None:
+    """Read one segment's groups into a state."""
     found, data = read_segment(paths.segments / str(name), manifest.bank_id)
     state.segment_bytes[name] = len(data)
+    sealed = state.facts.records.get(str(name))
+    written = found.records[-1].sequence + 1 if found.records else 0
+    if sealed is None:
+        if not name.is_carried:
+            state.unsealed[str(name)] = written
+        sealed = written
     state.damage += found.damage
-    counted = [record for record in found.records if state.facts.counts(str(name), record.sequence)]
-    written = max(state.facts.records.get(str(name), 0), len(found.records) + found.missing)
-    abandoned = state.facts.abandoned.get(str(name), ())
-    given_up = len({sequence for gone in abandoned for sequence in range(gone.start, min(gone.stop, written))})
-    if written - given_up > len(counted):
-        state.lost[str(name)] = written - given_up - len(counted)
-    for record in counted:
-        uid = record.head.get("uid")
-        if isinstance(uid, str):
-            state.groups.setdefault(uid, GroupRef(uid, name, record.sequence, record.head, record))
-            if "evicted" in record.head:
-                state.history.evicted.setdefault(uid, record.head["evicted"])
+    if written < sealed and not any(place.lost is None for place in found.damage):
+        state.damage.append(_gap(str(name), sealed - written))
+    given_up = state.facts.abandoned_before(str(name), sealed)
+    count = 0
+    for record in found.records:
+        if record.sequence < sealed and state.facts.counts(str(name), record.sequence):
+            count += _take_in(state, name, record)
+    if sealed - given_up > count:
+        state.lost[str(name)] = sealed - given_up - count
+
+
+def _take_in(state: State, name: SegmentName, record: Record) -> bool:
+    """Take in a record's group, if it is one."""
+    complaint = check_head(record.head)
+    if complaint is not None:
+        reason = f"the seal matches, but the record is no group's ({complaint})"
+        state.damage.append(Damage(str(name), record.offset, len(record.message), reason, torn=False, lost=1))
+        return False
+    uid = record.head["uid"]
+    state.groups.setdefault(uid, GroupRef(uid, name, record.sequence, record.head, record))
+    if "evicted" in record.head:
+        state.history.evicted.setdefault(uid, record.head["evicted"])
+    return True
+
+
+def _note_missing(state: State, manifest: Manifest, live: set[str]) -> None:
+    """Segments that an entry or the manifest speaks of, and that are not there."""
+    named = {name for name in state.facts.records if JournalName.parse(name) is None} | set(manifest.carried)
+    for name in sorted(named - live - manifest.retired.keys()):
+        count = state.facts.records.get(name)
+        if count != 0:
+            state.damage.append(_gap(name, count))
+            state.lost[name] = count or 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ from arrowbank.errors import CorruptRecordError
 from arrowbank.schema import SEGMENT_SCHEMA
 from arrowbank.types import Rollouts
 
-__all__ = ["GroupRef", "SegmentFacts", "describe", "load_rollouts", "read_segment"]
+__all__ = ["GroupRef", "SegmentFacts", "check_head", "describe", "load_rollouts", "read_segment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,10 @@ class SegmentFacts:
 def read_segment(path: Path, bank_id: str) -> tuple[Scan, memoryview]:
     """Scan a segment. The mapping may be kept: no file of a bank is ever truncated."""
     data = map_file(path)
-    return scan(data, path.name, bank_id), data
+    return scan(data, path.name, bank_id, _SCHEMA_MESSAGE), data
 
 
+_SCHEMA_MESSAGE = SEGMENT_SCHEMA.serialize().to_pybytes()
 _NOT_A_GROUP = (
     ValueError, OSError, KeyError, TypeError, IndexError, AttributeError, StopIteration, pa.ArrowException
 )  # fmt: skip
@@ -69,7 +71,30 @@ def load_rollouts(record: Record) -> Rollouts:
         ) from error
 
 
+_HEAD: dict[str, tuple[type | tuple[type, ...], bool]] = {
+    "uid": (str, True), "iteration": (int, True), "env": ((str, NoneType), True), "problem": ((str, NoneType), True),
+    "split": (str, True), "size": (int, True), "at": (int, False), "session": (int, False),
+    "source_index": (int, False), "evicted": (str, False),
+}  # fmt: skip
+_INT64 = range(-(2**63), 2**63)
+_COUNTS = ("iteration", "size", "session")
+
+
+def check_head(head: dict[str, Any]) -> str | None:
+    """Return what is wrong with a group's head; None when nothing is. A seal does not say that it is sound."""
+    for key, (kind, is_required) in _HEAD.items():
+        if key not in head:
+            if is_required:
+                return f"no {key}"
+        elif not isinstance(head[key], kind) or isinstance(head[key], bool):
+            return f"{key} is a {type(head[key]).__name__}"
+        elif isinstance(head[key], int) and (head[key] not in _INT64 or (key in _COUNTS and head[key] < 0)):
+            return f"{key} is {head[key]}"
+    return None
+
+
 def describe(damage: Damage) -> str:
     """One line for a report."""
     kind = "torn" if damage.torn else "corrupt"
-    return f"{damage.name} at byte {damage.offset}: {kind}, {damage.length:,} bytes: {damage.reason}"
+    group = f" (its header names group {damage.uid})" if damage.uid else ""
+    return f"{damage.name} at byte {damage.offset}: {kind}, {damage.length:,} bytes: {damage.reason}{group}"

@@ -1,19 +1,24 @@
 """One coordinator at a time: session numbers, claimed by exclusive create, and who holds the bank.
 
 ``sessions/0003`` is created once, whole (written elsewhere and hard-linked), and says who claimed session 3. The
-holder is whoever made the highest claim, until LOCK says that this session was closed. A claim whose process is gone
-from the same host and boot is free to be taken over: pids are reused, so the claim holds the process's start time;
-zombies count as gone.
+holder is whoever made the highest claim, until LOCK says that this session was closed. A claim may be taken over when
+its process is gone from the same host, boot and pid namespace (pids are reused, so the claim holds the process's start
+time; zombies count as gone), or when its heartbeat has not changed for a lease: see ``heartbeat``.
 
-Losing one's place: a later claim exists. ``Claim.check`` looks for it, after every fsync and before anything is
-acknowledged or unlinked.
+Taking over: claim the next number; take away the earlier sessions' tmp/, so that what they have not renamed yet they
+never will; only then read the bank. Losing one's place: a later claim exists. ``Claim.check`` looks for it, after every
+fsync and before anything is acknowledged or unlinked.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import socket
+import time
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
@@ -21,14 +26,19 @@ from typing import Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from arrowbank.durable import files
-from arrowbank.durable.layout import BankPaths
+from arrowbank.durable.heartbeat import BEAT_S, Heartbeat, last_beat
+from arrowbank.durable.layout import LAST_SESSION, BankPaths
 from arrowbank.errors import BankLockedError, CorruptionError, FencedError
 
-__all__ = ["Claim", "Holder", "Takeover", "claim_session"]
+__all__ = ["LEASE_S", "Claim", "Holder", "Takeover", "claim_session"]
+
+_log = logging.getLogger("arrowbank")
 
 Takeover: TypeAlias = Literal["auto", "never", "force"]
 _Model = TypeVar("_Model", bound=BaseModel)
 _ATTEMPTS = 16
+LEASE_S = 60.0
+"""How long a heartbeat must stand still before its bank is taken over."""
 
 
 class Holder(BaseModel):
@@ -39,6 +49,8 @@ class Holder(BaseModel):
     session: int
     host: str
     boot: str
+    namespace: str = ""
+    """Of pids: containers of one host may each have a process 1."""
     pid: int
     started: int
     """The process's start, in clock ticks since boot."""
@@ -51,12 +63,18 @@ class Holder(BaseModel):
 
     def is_gone(self) -> bool | None:
         """Whether the process has ended; None when that cannot be told from here."""
-        if (self.host, self.boot) != (socket.gethostname(), _boot_id()):
-            return True if self.host == socket.gethostname() else None
+        if (self.host, self.boot, self.namespace) != (socket.gethostname(), _boot_id(), _pid_namespace()):
+            return None
         started = _process_start(self.pid)
         if started is None and _is_hidden(self.pid):
             return None
         return started != self.started
+
+    def is_this_process(self) -> bool:
+        mine = _myself(self.session)
+        return all(
+            getattr(self, name) == getattr(mine, name) for name in ("host", "boot", "namespace", "pid", "started")
+        )
 
 
 class _Lock(BaseModel):
@@ -67,25 +85,40 @@ class _Lock(BaseModel):
 
 
 class Claim:
-    """A session of this process."""
+    """A session of this process. Its heart beats until it is released or given up, or the process ends."""
 
     def __init__(self, paths: BankPaths, holder: Holder) -> None:
         self.paths = paths
         self.holder = holder
         self.session = holder.session
+        self._own = os.fspath(paths.claim(holder.session))
         self._next = os.fspath(paths.claim(holder.session + 1))
+        self._heart = Heartbeat(paths.claim(holder.session))
 
     @property
     def tmp(self) -> Path:
         return self.paths.session_tmp(self.session)
 
     def check(self) -> None:
-        """Raise FencedError when a later session has been claimed."""
-        if os.path.exists(self._next):
+        """Raise FencedError when a later session has been claimed, FileNotFoundError when the bank is not there.
+
+        Any other OSError passes through: who cannot look is not to believe that all is well.
+        """
+        try:
+            os.stat(self._next)
+        except FileNotFoundError:
+            pass
+        else:
             raise FencedError(
                 f"{self.paths.root}: session {self.session} lost its place to "
                 f"{_describe(self.paths, self.session + 1)}; what it had acknowledged is safe, it can do nothing more"
             )
+        try:
+            os.stat(self._own)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                errno.ENOENT, "the bank was removed or moved away while it was open", os.fspath(self.paths.root)
+            ) from None
 
     def renew(self) -> Claim:
         """Begin the next session of the same handle. Raises FencedError when somebody else has."""
@@ -98,7 +131,8 @@ class Claim:
         return claim
 
     def forget(self) -> None:
-        """Give up without a word: this process may claim the next session, others once it has ended."""
+        """Give up without a word: this process may claim the next session, others once the lease is over."""
+        self._heart.stop()
         _held.discard(self.holder.token)
 
     def release(self) -> None:
@@ -120,14 +154,27 @@ _held: set[str] = set()
 disk may have kept LOCK from saying that it ended."""
 
 
-def claim_session(paths: BankPaths, takeover: Takeover) -> Claim:
-    """Claim the next session number. Raises BankLockedError, naming the holder, while another holds the bank."""
+def claim_session(
+    paths: BankPaths,
+    takeover: Takeover,
+    lease_s: float = LEASE_S,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Claim:
+    """Claim the next session number. Raises BankLockedError, naming the holder, while another holds the bank.
+
+    Where nothing but its heartbeat can tell whether the holder lives, this watches it: a beat, and the bank is refused;
+    none for ``lease_s`` seconds of ``clock``, and it is taken over.
+    """
     for _ in range(_ATTEMPTS):
+        last = max(paths.used_sessions(), default=0)
+        if last >= LAST_SESSION:
+            raise CorruptionError(paths.root, f"a file's name says session {last}, and no number is left for another")
         sessions = paths.claimed_sessions()
-        last = sessions[-1] if sessions else 0
-        if last:
-            _refuse_held(paths, last, takeover)
-        claim = _try_claim(paths, last + 1)
+        if sessions and takeover != "force":
+            _wait_until_free(paths, sessions[-1], takeover, lease_s, clock, sleep)
+        claim = _try_claim(paths, last + 1)  # not a higher one: who has claimed this meanwhile must be asked, too
         if claim is not None:
             return claim
     raise BankLockedError(f"{paths.root}: {_ATTEMPTS} times another process claimed the next session first; try again")
@@ -151,29 +198,61 @@ def _try_claim(paths: BankPaths, session: int) -> Claim | None:
     return Claim(paths, holder)
 
 
-def _refuse_held(paths: BankPaths, session: int, takeover: Takeover) -> None:
-    lock = _read(paths.lock, _Lock)
-    if takeover == "force" or (lock is not None and lock.closed and lock.holder.session == session):
+def _wait_until_free(
+    paths: BankPaths,
+    session: int,
+    takeover: Takeover,
+    lease_s: float,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> None:
+    """Return once ``session`` may be taken over, or is the last one no more. Raises BankLockedError."""
+    if _was_closed(paths, session):
         return
     holder = _read(paths.claim(session), Holder)
-    if holder is not None and _was_dropped(holder):
-        return
     if holder is None:
         raise CorruptionError(
             paths.claim(session),
             "the claim does not say who holds the bank",
             hint='Open with takeover="force" if nobody does',
         )
+    held = f"{paths.root} is held by {holder}"
+    if holder.is_this_process():
+        if holder.token not in _held:
+            return
+        raise BankLockedError(f"{held}: another handle of this very process; close that one first")
     gone = holder.is_gone()
-    if gone and takeover == "auto":
-        return
-    if gone:
-        hint = 'its process is gone without closing; open with takeover="auto" to go on'
-    elif gone is None:
-        hint = 'whether it lives cannot be told from this host; open with takeover="force" if it does not'
-    else:
-        hint = "close it first, or end that process"
-    raise BankLockedError(f"{paths.root} is held by {holder}: {hint}")
+    if takeover == "never":
+        hint = "its process is gone without closing" if gone else "it has not closed"
+        raise BankLockedError(f'{held}: {hint}; open with takeover="auto" to go on once it is gone')
+    if not gone:
+        _watch(paths, holder, held, lease_s, clock, sleep)
+
+
+def _watch(
+    paths: BankPaths,
+    holder: Holder,
+    held: str,
+    lease_s: float,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> None:
+    """Watch a holder's heartbeat for ``lease_s`` seconds; raise BankLockedError when it beats."""
+    path = paths.claim(holder.session)
+    beat, start = last_beat(path), clock()
+    _log.info("%s; watching its heartbeat for %g s", held, lease_s)
+    while clock() - start < lease_s:
+        sleep(min(BEAT_S / 5, lease_s / 5))
+        if paths.claimed_sessions()[-1:] != [holder.session] or _was_closed(paths, holder.session) or holder.is_gone():
+            return
+        if last_beat(path) != beat:
+            raise BankLockedError(f"{held}, and lives: close it first, or end that process")
+    _log.warning("%s, and has shown no sign of life for %g s: taking over", held, lease_s)
+
+
+def _was_closed(paths: BankPaths, session: int) -> bool:
+    lock = _read(paths.lock, _Lock)
+    return lock is not None and lock.closed and lock.holder.session == session
 
 
 def _clear_tmp(paths: BankPaths, session: int) -> None:
@@ -182,13 +261,6 @@ def _clear_tmp(paths: BankPaths, session: int) -> None:
         if number < session:  # one that came meanwhile has its own
             files.clear_directory(paths.session_tmp(number))
     files.fsync_directory(paths.tmp)
-
-
-def _was_dropped(holder: Holder) -> bool:
-    """Whether this very process made the claim and has no handle for it any more."""
-    myself = _myself(holder.session)
-    same_process = all(getattr(holder, name) == getattr(myself, name) for name in ("host", "boot", "pid", "started"))
-    return same_process and holder.token not in _held
 
 
 def _describe(paths: BankPaths, session: int) -> str:
@@ -210,6 +282,7 @@ def _myself(session: int) -> Holder:
         session=session,
         host=socket.gethostname(),
         boot=_boot_id(),
+        namespace=_pid_namespace(),
         pid=os.getpid(),
         started=-1 if started is None else started,
         since=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -230,6 +303,10 @@ def _is_hidden(pid: int) -> bool:
 
 def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")
 
 
 def _process_start(pid: int) -> int | None:

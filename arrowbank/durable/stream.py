@@ -8,6 +8,7 @@ it says where it is. Invariant: every record it returns carries a seal that matc
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ __all__ = ["Damage", "Record", "Scan", "StreamWriter", "binding", "map_file", "s
 _ZEROS = bytes(PREFIX.size)
 _END = PREFIX.pack(0xFFFFFFFF, 0)
 _CONTINUATION = 0xFFFFFFFF
+_HEADER_BYTES = 1 << 16
+_UID = re.compile(r"[0-9a-f]{32}")
 
 
 def binding(bank_id: str, name: str) -> bytes:
@@ -53,7 +56,7 @@ class StreamWriter:
         """
         header = schema.serialize().to_pybytes()
         unfinished = tmp / path.name
-        descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        descriptor = files.create(unfinished)
         try:
             files.write_at(descriptor, [header, _ZEROS], 0)
             os.fsync(descriptor)
@@ -61,7 +64,7 @@ class StreamWriter:
                 files.publish(unfinished, path)
         except BaseException:
             os.close(descriptor)
-            unfinished.unlink(missing_ok=True)
+            files.discard(unfinished)
             raise
         return cls(path, descriptor, bank_id, len(header))
 
@@ -84,7 +87,7 @@ class StreamWriter:
             for message in messages:
                 files.write_at(self._descriptor, [memoryview(message)[: PREFIX.size]], place)
                 place += len(message)
-            os.fdatasync(self._descriptor)
+            files.sync_data(self._descriptor)
         except BaseException:
             self.poisoned = True
             raise
@@ -140,6 +143,8 @@ class Damage:
     """An unfinished tail, which a power cut leaves; anything else is corrupt."""
     lost: int | None = None
     """Records that were here, by the sequence numbers around; None where no record follows that would tell."""
+    uid: str | None = None
+    """Of the group whose record was here, as far as a damaged header can be believed."""
 
 
 @dataclass(slots=True)
@@ -162,10 +167,13 @@ def map_file(path: Path) -> memoryview:
         return memoryview(file.read_buffer())
 
 
-def scan(data: memoryview, name: str, bank_id: str) -> Scan:
-    """Read every record of the stream ``name`` that its seal vouches for, whatever lies between them."""
+def scan(data: memoryview, name: str, bank_id: str, schema: bytes = b"") -> Scan:
+    """Read every record of the stream ``name`` that its seal vouches for, whatever lies between them.
+
+    schema: the schema message as this program writes it; it tells a damaged one from a damaged first record.
+    """
     found = Scan(name)
-    reader = _Reader(data, name, binding(bank_id, name))
+    reader = _Reader(data, name, binding(bank_id, name), schema)
     place = reader.first_record(found)
     while place is not None:
         record = reader.record_at(place, found)
@@ -183,18 +191,26 @@ def _last_sequence(found: Scan) -> int:
 
 
 class _Reader:
-    def __init__(self, data: memoryview, name: str, bound: bytes) -> None:
+    def __init__(self, data: memoryview, name: str, bound: bytes, schema: bytes) -> None:
         self.data = data
         self.name = name
         self.bound = bound
+        self.schema = schema
 
     def first_record(self, found: Scan) -> int | None:
         """Return where to start: behind the schema, or at the first record when the schema is not what it was."""
+        if self.schema and bytes(self.data[: len(self.schema)]) == self.schema:
+            return len(self.schema)
         place, following = self.after_schema(), self._next_record(found, 0)
-        if place is not None and (following is None or place <= following.offset):
+        # One that another program's Arrow wrote looks different; it is whole if what it says comes next is there.
+        if place is not None and (self._is_end(place) if following is None else place == following.offset):
             return place
         torn = following is None and not self._tail_is_whole(0)
         return self._note(found, 0, "the schema message is damaged", following, torn=torn)
+
+    def _is_end(self, place: int) -> bool:
+        prefix = bytes(self.data[place : place + PREFIX.size])
+        return len(prefix) == PREFIX.size and prefix in (_END, _ZEROS)
 
     def after_schema(self) -> int | None:
         """Return where the first message says that it ends. Nothing vouches for its bytes, so nothing parses them."""
@@ -280,12 +296,19 @@ class _Reader:
 
     def _note(self, found: Scan, place: int, reason: str, following: Record | None, *, torn: bool) -> int | None:
         """Note damage that reaches up to the following record, and return that one's place."""
-        if following is None:
-            found.damage.append(Damage(self.name, place, len(self.data) - place, reason, torn))
+        end = len(self.data) if following is None else following.offset
+        lost = None if following is None else following.sequence - _last_sequence(found) - 1
+        uid = None if torn else self._uid_at(place)
+        found.damage.append(Damage(self.name, place, end - place, reason, torn, lost, uid))
+        return None if following is None else following.offset
+
+    def _uid_at(self, place: int) -> str | None:
+        """Return the uid in a damaged record's head, if there is one of the form that arrowbank gives."""
+        try:
+            uid = read_head(self.data[place : place + _HEADER_BYTES]).get("uid")
+        except ValueError:
             return None
-        lost = following.sequence - _last_sequence(found) - 1
-        found.damage.append(Damage(self.name, place, following.offset - place, reason, torn, lost))
-        return following.offset
+        return uid if isinstance(uid, str) and _UID.fullmatch(uid) else None
 
     def _tail_is_whole(self, place: int) -> bool:
         """Whether what stands at ``place`` and does not verify was once finished: an end mark closes the file."""

@@ -1,0 +1,76 @@
+"""Damaged segments: their damage to quarantine, their good records to carried segments, for one commit.
+
+A torn tail is as normal as a kill; anything else is not expected, and is told. Either way a bank that has been opened
+holds whole streams only, which any Arrow reader takes, and no damaged byte goes before a copy of it lies in quarantine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from arrowbank.archive.carry import Carried, CarryWriter
+from arrowbank.archive.store import ArchiveStore
+from arrowbank.durable import quarantine
+from arrowbank.durable.layout import CARRY, SegmentName
+from arrowbank.durable.recovery import State
+from arrowbank.durable.segment import GroupRef
+from arrowbank.durable.stream import Damage
+from arrowbank.schema import SEGMENT_SCHEMA
+
+__all__ = ["Healed", "copy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Healed:
+    """What has been made under tmp/, for one commit."""
+
+    retired: tuple[SegmentName, ...]
+    carried: tuple[Carried, ...]
+
+
+def copy(store: ArchiveStore, state: State, damaged: Container[str]) -> Healed:
+    """Copy what is good in the ``damaged`` segments. A record that no group can be read from is damage, too.
+
+    Durability: what is in quarantine survives power loss on return; of the rest nothing counts yet.
+    Raises OSError.
+    """
+    names = tuple(sorted(name for name in state.segment_bytes if str(name) in damaged))
+    groups = sorted((group for group in state.groups.values() if group.segment in names), key=lambda group: group.age)
+    batches = {group.uid: batch for group in groups if (batch := _batch(group, state)) is not None}
+    quarantine.keep(store.paths, store.tmp, [part for part in state.damage if part.name in damaged and part.length])
+
+    def name(iteration: int) -> SegmentName:
+        return SegmentName(store.session, iteration, store.next_number(), CARRY)
+
+    writer = CarryWriter(store.paths, store.tmp, store.manifest.bank_id, name)
+    last = None
+    try:
+        for group in groups:
+            if group.uid not in batches:
+                del state.groups[group.uid]
+                continue
+            if group.segment.iteration != last:
+                writer.may_cut()
+                last = group.segment.iteration
+            writer.add(batches[group.uid], {"session": group.segment.session} | group.head)
+        writer.finish()
+    finally:
+        writer.close()
+    return Healed(names, tuple(writer.done))
+
+
+def _batch(group: GroupRef, state: State) -> pa.RecordBatch | None:
+    """Return a group's rows; a record that has none is noted as damage."""
+    assert group.record is not None  # read from a file, at open
+    try:
+        return group.record.batch(SEGMENT_SCHEMA)
+    except (ValueError, OSError, pa.ArrowException) as error:
+        reason = f"the seal matches, but the record is no group's ({error})"
+        record = group.record
+        place = Damage(record.name, record.offset, len(record.message), reason, torn=False, lost=1, uid=group.uid)
+        state.damage.append(place)
+        state.lost[record.name] = state.lost.get(record.name, 0) + 1
+        return None
