@@ -48,10 +48,10 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str = "fdatasync", *, times: 
     """Have the system call do its work and then fail, so many times."""
     real, left = getattr(os, name), [code] * times
 
-    def fail(*args: Any) -> Any:
+    def fail(*args: Any, **options: Any) -> Any:
         if left:
             raise OSError(left.pop(), "planted")
-        return real(*args)
+        return real(*args, **options)
 
     monkeypatch.setattr(os, name, fail)
 

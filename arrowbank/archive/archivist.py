@@ -118,7 +118,8 @@ class Archivist:
         self.store.commit(change, lambda: self._sum_up(history, made.carried))
         state, old = read_state(self.store.paths, self.store.manifest), self._ledger.state
         # Damage of files that are not read any more is still to be told.
-        state.damage[:0] = [damage for damage in old.damage if damage not in state.damage]
+        found = set(state.damage)
+        state.damage[:0] = [damage for damage in old.damage if damage not in found]
         state.lost = old.lost | state.lost
         self._ledger.reload(state)
         return sum(len(carried.groups) for carried in made.carried)

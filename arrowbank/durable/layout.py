@@ -1,42 +1,161 @@
-"""Where everything in a bank lies, and what its bytes are. Every file name is made and checked here.
+"""The format of a bank: where everything lies, and what its bytes are. Every file name is made and checked here.
 
-    MANIFEST.json                                    see ``manifest``
-    LOCK                                             see ``session``
-    sessions/0003                                    see ``session``
+    MANIFEST.json                                    what is archived, and what of the rest counts
+    LOCK                                             the newest holder, and whether it gave the bank back
+    sessions/0003                                    who claimed session 3; its modification time is its heartbeat
     segments/00000021-main-s0003-0000.arrows         iteration 21, writer "main", session 3, part 0
-    segments/00000021-carry-s0003-0007.arrows        groups that compaction carried on, see below
-    journal/s0003-0000.arrows                        session 3, part 0; see ``journal`` and ``snapshot``
-    archive -> .archive/v000001                      *.parquet, one of them with no rows; see ``archive/store.py``
+    segments/00000021-carry-s0003-0007.arrows        groups copied out of segments that were retired
+    journal/s0003-0000.arrows                        restores, draws, evictions, checkpoints of session 3, part 0
+    archive -> .archive/v000012                      *.parquet, one of them (c000000-s0000) without rows
     quarantine/                                      damaged bytes, each with a JSON note
     tmp/s0003/                                       everything unfinished of session 3
 
-Segments and journals are Arrow IPC streams: a schema message, then record batch messages ("records"), then either
-eight zero bytes (still open) or the end-of-stream marker FF FF FF FF 00 00 00 00 (closed). Every Arrow reader takes
-both for a clean end.
+Numbers in names are decimal, filled with zeros to the width shown, wider when they need it, never otherwise. Names do
+not recur. Nothing is a link but ``archive``. A file is made under tmp/, synced, linked to its name, and the directory
+synced, before anything refers to it; MANIFEST.json, LOCK and ``archive`` are replaced by renaming. Journals and
+segments are only appended to, by the session in their name; Parquet files never change.
 
-    stream  = schema record* (zeros | end)
-    record  = FF FF FF FF  header-length:int32  header  body      all little-endian, each part a multiple of 8 long
 
-A record's header is an Arrow ``Message`` whose custom metadata has two entries: ``arrowbank.seal`` (see ``seal``) and
-``arrowbank.head``, a JSON object padded with spaces. Of a group's record the head has: uid, iteration, env, problem,
-split, size (rollouts), at (when it was finished, in µs since 1970), and where they say something source_index, evicted
-(the reason), batch_id, index_in_batch, extra, and session: the one that appended it, in carried segments only.
+What counts
 
-Carried segments have the writer name "carry": compaction writes them, whole, with groups that are live still out of
-segments that it retires. They count only if the manifest names them.
+MANIFEST.json is one JSON object:
 
-Writing records: all of them but each one's first eight bytes, which stay zero, with eight zeros behind the last; then
-those first eight bytes, record by record; then fdatasync. Until a record's eight bytes are there, a reader sees zeros,
-and so the end. Nothing is ever rewritten.
+    format_version   1
+    bank_id          32 hexadecimal digits
+    schema_hash      dbde6e6256971b56fbe08fc3d5b02e10, of the columns below and the archive's
+    commit           how many times this file has been written
+    version          the archive is .archive/v<version>
+    files            [{name, rows, groups, nbytes, last_end, digest}]: Parquet files of the archive; digest is the
+                     xxh3-128 of all bytes; no row's training ends after iteration count last_end
+    archived_through draws settled by this iteration count may be in the archive
+    journal          the part of the journal that reading starts with, its first record a snapshot; "" for the first
+    carried          names of the segments with writer "carry" that count
+    retired          {segment: commit}: their groups are elsewhere; they do not count, there or not
+    checksum         xxh3-128 of the object without this key: keys sorted, no spaces, ASCII only
 
-Reading: the seal is checked over the raw bytes before anything parses them. A reader that meets damage, or zeros with
-bytes behind them, looks on for the next record whose seal names the very offset where it stands and a higher sequence
-number; not one of an append that begins with those zeros, unless something later shows that it was finished. Sequence
-numbers count a file's records from 0, so a gap tells how many are missing.
+Every hash here is written in lower-case hexadecimal digits. The archive's rows are those of ``files``. Journal parts
+count from ``journal`` on, ordered by session, then part. Segments count that are not retired and, with the writer
+"carry", only when ``carried`` names them. Everything else was left by a crash and is taken away by the next open.
 
-Downsides: a seal costs 270 bytes a record; a record cannot be moved to another place or file without sealing it
-again; damage to a file's last record cannot be told from a torn tail unless the journal says how many records the
-closed file had.
+LOCK is {"holder": {…}, "closed": bool}, a claim the holder alone: {session, host, boot, namespace, pid, started,
+since, token} (host name, boot id, pid namespace, pid, its start in ticks since boot, ISO 8601, random).
+
+
+Streams
+
+Segments and journals are Arrow IPC streams. All numbers little-endian, all parts a multiple of 8 bytes long:
+
+    stream = schema record* (zeros | end)
+    schema = FF FF FF FF  length:int32  header               an Arrow Schema message
+    record = FF FF FF FF  length:int32  header  body         an Arrow RecordBatch message, not compressed
+    zeros  = 00 00 00 00 00 00 00 00                          still open, or its writer was killed
+    end    = FF FF FF FF 00 00 00 00                          closed
+
+The custom metadata of a record's header (``Message.custom_metadata``) has two entries: ``arrowbank.head``, a JSON
+object, which may be padded with spaces, and ``arrowbank.seal``, this text of 117 characters, which comes first in the
+bytes:
+
+  arrowbank-seal-1:SSSSSSSSSSSSSSSS:OOOOOOOOOOOOOOOO:FFFFFFFFFFFFFFFF:LLLLLLLLLLLLLLLL:DDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDD
+
+S: the record's number in its file, from 0. O: where it starts in the file. F: where the first record of the same append
+starts. L: its length in bytes, all of it. D: xxh3-128 of "<bank_id>/<file name>/" and then the whole record, in which
+the 32 characters of D itself read "0". So a seal holds for one place in one file of one bank.
+
+Writing an append: all of its records but each one's first eight bytes, which stay zero, with ``zeros`` behind the
+last; then those first eight bytes, record by record; then fdatasync. Until a record's first eight bytes are there,
+readers see the end. After a write or a sync that failed, nothing is written to that file any more.
+
+Reading: a seal is checked over the raw bytes before anything parses them; the schema message is not needed, since the
+columns are these. Where no record starts that is sealed for this place, or zeros or an end have bytes behind them, look
+on for the next record whose seal names the very offset where it stands and a higher number. Not one of the append that
+begins with those zeros, unless something behind it shows that this append was finished. What lies in between is damage;
+numbers that are missing are records lost. Without anything good behind it, it is a torn tail, as a kill leaves it.
+
+A record counts unless a journal entry says otherwise: ``abandoned`` (its append failed), or ``sealed`` with a count
+that its number is not below (written by somebody who had lost his place).
+
+
+Records of segments: one group, one row a rollout; a group without rollouts is one row with group_size 0
+
+    head      uid, iteration, env, problem (or null), split, size (rollouts), at (when it was finished, µs since 1970);
+              where they say something source_index, batch_id, index_in_batch, extra, evicted (the reason) and, in
+              carried segments, session: the one that appended it
+    columns   group_uid, env_id?, split, kind ("token"/"text"): string; member_index, group_size: int32;
+              collected_iteration: int64; completed_at: timestamp[us, UTC]; reward?: double; num_tokens?,
+              num_generated?: int64; tokens?: list<int32>; generation_mask?: list<bool>; logprobs?: list<float?>;
+              text?: string; details: string; arrays: list<large_binary>. Those without ? are never null; the elements
+              of lists are named "element" and null only in logprobs.
+
+``details`` is a JSON object: session, writer, batch_id, index_in_batch, source_index, group_extra of the group; fields
+of the rollout by their own names; turn_rewards where the reward is a list; started_at in µs; arrays: [name, dtype,
+shape] each (the bytes are in the column, in this order); extra; ``turns``, [source, end] or [source, end, mask_from,
+form, given] each, and ``irregular``. A number that JSON has not is {"f64": its 16 hexadecimal digits}. A turn is the
+first ``end`` tokens (or characters) of its source: 0 the row's own sequence, k the k-th irregular one. Its mask is the
+source's with the first ``mask_from`` cleared (-1: none). Its ``given`` logprobs are the first ones at (1) its mask, (2)
+all its tokens, (3) the source's mask up to ``end``; (0) it has none. ``irregular`` has a text, or [has_mask, has_logprobs] and behind
+the arrays its tokens (int32), mask (a byte each), logprobs (float32) and which of these are known (a byte each).
+
+
+Records of journals: one entry, one row
+
+    head      kind
+    columns   kind: string; at: timestamp[us, UTC]; iteration?: int64; uids?: list<string>; state?: large_binary;
+              details: string, a JSON object; its keys by kind:
+
+    restored      iteration; mode, parent (session or null), lost (uids), guessed, named (the session that was named)
+    drawn         iteration, uids in order, state; span
+    evicted       uids; reason
+    checkpointed  iteration
+    abandoned     name, first, count: records of that file
+    sealed        facts [[file, records, bytes]]: so many records of that file count
+    snapshot      uids, state; all that the parts before say and that still matters: lines, evicted [[reason, how
+                  many]], archived (how many), gone [checkpoints], abandoned [[file, first, count]], records {file: how
+                  many count}. uids and state are those of the lines' draws, made then planned, and of each line's
+                  ``lost``, in order; then the evicted ones; then archived ones that draws here still name. A line is
+                  {session, parent, resumed, makers, checkpoints, last_checkpoint, last_drawn, reach, made, planned,
+                  lost}, a draw [iteration, index, span, session, how many uids, bytes of state or null], checkpoints
+                  runs as ``checkpoints`` tells them.
+
+What restores, draws and checkpoints mean for one another is told in ``line`` and ``history``.
+
+
+An example: record 0 of journal/s0001-0000.arrows in the bank 0000…0000 (32 digits), 848 bytes at offset 440 (1B8 in
+hexadecimal): checkpointed, iteration 20, at 0. Where something is left out, it is Arrow's and zeros.
+
+    0000  ff ff ff ff e0 02 00 00                            a message; its header has 736 (2E0) bytes
+    0008  18 00 00 00                                        Flatbuffers: the Message is 18 bytes on
+    0030  68 00 00 00 00 00 00 00                            length of the body
+    0054  75 00 00 00                                        the seal has 117 bytes
+    0058  61 72 72 6f 77 62 61 6e 6b 2d 73 65 61 6c 2d 31    arrowbank-seal-1
+    0068  3a 30 30 30 30 30 30 30 30 30 30 30 30 30 30 30    :000000000000000
+    0078  30 3a 30 30 30 30 30 30 30 30 30 30 30 30 30 31    0:00000000000001
+    0088  62 38 3a 30 30 30 30 30 30 30 30 30 30 30 30 30    b8:0000000000000
+    0098  31 62 38 3a 30 30 30 30 30 30 30 30 30 30 30 30    1b8:000000000000
+    00a8  30 33 35 30 3a 36 33 33 64 64 35 30 63 30 30 32    0350:633dd50c002
+    00b8  63 35 32 36 30 65 30 34 65 32 30 65 64 33 36 37    c5260e04e20ed367
+    00c8  33 37 32 65 34                                     372e4
+    00d4  61 72 72 6f 77 62 61 6e 6b 2e 73 65 61 6c          arrowbank.seal
+    00f8  17 00 00 00                                        the head has 23 bytes
+    00fc  7b 22 6b 69 6e 64 22 3a 22 63 68 65 63 6b 70 6f    {"kind":"checkpo
+    010c  69 6e 74 65 64 22 7d                               inted"}
+    0118  61 72 72 6f 77 62 61 6e 6b 2e 68 65 61 64          arrowbank.head
+    0140  01 00 00 00 00 00 00 00                            RecordBatch: one row
+    02e8  00 00 00 00 0c 00 00 00                            the body: kind, offsets
+    02f0  63 68 65 63 6b 70 6f 69 6e 74 65 64                kind: checkpointed
+    0300  00 00 00 00 00 00 00 00                            at: 0
+    0308  14 00 00 00 00 00 00 00                            iteration: 20
+    0340  00 00 00 00 02 00 00 00                            details, offsets
+    0348  7b 7d 00 00 00 00 00 00                            details: {}
+
+After it come eight zeros, or the next record, at 440 + 848.
+
+
+Downsides
+
+A seal costs 270 bytes a record. A record cannot be moved to another place or file without sealing it again. The schema
+message is covered by no seal: it costs nothing when it is damaged, and no other reader than arrowbank knows. Damage to
+the last record of a file that nobody has sealed or closed cannot be told from a torn tail. A file that was never sealed
+and is gone as a whole is not missed, but for its groups in draws.
 """
 
 from __future__ import annotations

@@ -1,16 +1,7 @@
-"""The seal of a record: a checksum and the record's place, inside the record's own header.
+"""The seal of a record: a checksum and the record's place, inside the record's own header, as ``layout`` tells it.
 
-A seal is a fixed-width ASCII text, the value of the custom metadata key ``arrowbank.seal``:
-
-    arrowbank-seal-1:SSSSSSSSSSSSSSSS:OOOOOOOOOOOOOOOO:FFFFFFFFFFFFFFFF:LLLLLLLLLLLLLLLL:DDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDD
-
-S, O, F, L: the record's sequence number in its file, its offset, the offset of the first record of the same append,
-and its length in bytes, 16 hexadecimal digits each.
-D: xxh3-128 of ``<bank id>/<file name>/`` followed by the whole encapsulated message (prefix, header, padding, body)
-as it stands in the file, with the 32 characters of D itself read as "0".
-
-So a seal holds for one place in one file of one bank: a record copied elsewhere, or a payload that happens to contain
-a sealed record, is not taken for one that was written there.
+A seal holds for one place in one file of one bank: a record copied elsewhere, or a payload that happens to contain a
+sealed record, is not taken for one that was written there.
 """
 
 from __future__ import annotations
