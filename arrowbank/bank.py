@@ -100,10 +100,9 @@ class RolloutBank:
             raise NotADirectoryError(errno.ENOTDIR, "a bank is a directory, and this is none", os.fspath(path))
         paths.refuse_strangers()
         is_new = not paths.manifest.exists() and data_without_manifest(paths) is None
-        if not is_new:
-            read_manifest(paths)  # raises before anything is touched
+        last = 0 if is_new else read_manifest(paths).last_session  # raises before anything is touched
         files.make_directories([paths.root, *paths.directories])
-        claim = claim_session(paths, takeover, lease_s)
+        claim = claim_session(paths, takeover, lease_s, beyond=last)
         try:
             if is_new and not paths.manifest.exists():
                 create_bank(paths, claim.tmp)

@@ -99,7 +99,7 @@ def test_any_call_that_fails_in_compaction_and_merging_costs_nothing(
 ) -> None:
     monkeypatch.setattr(merging, "FAN_IN", 2)
     failed = 0
-    for at in range(60):
+    for at in range(80):
         run = Trained(memory / f"{call}-{at}")
         bank = RolloutBank.open(run.path, keep_checkpoints=1)
         bank.restore(0)
@@ -131,7 +131,7 @@ def test_any_call_that_fails_in_compaction_and_merging_costs_nothing(
 
 @pytest.mark.parametrize("call", CALLS)
 def test_any_call_that_fails_in_a_restore_below_the_horizon_costs_nothing(memory: Path, call: str) -> None:
-    for at in range(60):
+    for at in range(80):
         run = Trained(memory / f"{call}-{at}")
         with RolloutBank.open(run.path, keep_checkpoints=1) as bank:
             bank.restore(0)

@@ -92,6 +92,8 @@ def check_file(path: Path, file: ArchiveFile) -> None:
         raise CorruptionError(path, "the manifest names this file, and it is not there", hint=_UNCHANGED) from None
     if found != (file.digest, file.nbytes):
         raise CorruptionError(path, "its digest is not the one in the manifest", hint=_UNCHANGED)
+    if (rows := pq.read_metadata(path).num_rows) != file.rows:
+        raise CorruptionError(path, f"it has {rows} rows, and {file.rows} by the manifest", hint=_UNCHANGED)
 
 
 def file_digest(path: Path) -> tuple[str, int]:

@@ -33,6 +33,7 @@ def create_bank(paths: BankPaths, tmp: Path) -> None:
     directory = paths.version(manifest.version)
     files.make_directories([directory])
     write_parquet(tmp / _EMPTY, [])
+    files.discard(directory / _EMPTY)  # of an attempt that a kill cut short
     files.publish(tmp / _EMPTY, directory / _EMPTY)
     _point(paths, tmp, manifest.version)
     write_manifest(paths, manifest, tmp)
@@ -218,24 +219,22 @@ class ArchiveStore:
         )
 
     def _new_version(self, change: Change) -> int:
-        """Make the next version directory, of hard links to the files that stay.
-
-        Its number is one that no directory has, and it is created exclusively: what a later session makes meanwhile is
-        never touched.
-        """
+        """Make the next version directory, of hard links to the files that stay."""
         old = self.paths.version(self.manifest.version)
         version = max([self.manifest.version, *self.paths.version_numbers()]) + 1
-        directory = self.paths.version(version)
-        files.make_directory(directory)
+        unfinished = self.tmp / self.paths.version(version).name
+        files.begin_directory(unfinished)
         kept = [file.name for file in self.manifest.files if file.name not in change.replaced]
         for name in (_EMPTY, *kept):
             try:
-                files.link(old / name, directory / name)
+                files.link(old / name, unfinished / name)
             except FileNotFoundError:
+                if (old / name).exists():
+                    raise  # a takeover takes tmp/ away
                 raise CorruptionError(
                     old / name, "the manifest names this file, and it is not there", hint="Put it back from a copy"
                 ) from None
-        files.fsync_directory(directory)
+        files.publish_directory(unfinished, self.paths.version(version))
         return version
 
     def _set_link(self) -> None:
@@ -256,8 +255,7 @@ class ArchiveStore:
         if versions:
             self._check_fence()
             for number in versions:
-                files.clear_directory(self.paths.version(number))
-            files.fsync_directory(self.paths.versions)
+                files.remove_directory(self.paths.version(number), self.tmp)
 
     def _remove(self, paths: list[Path], directory: Path) -> None:
         if paths:

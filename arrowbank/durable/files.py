@@ -18,6 +18,7 @@ from pathlib import Path
 from arrowbank.errors import CorruptionError
 
 __all__ = [
+    "begin_directory",
     "clear_directory",
     "create",
     "create_exclusive",
@@ -26,10 +27,12 @@ __all__ = [
     "fsync_file",
     "link",
     "make_directories",
-    "make_directory",
     "open_regular",
     "publish",
+    "publish_directory",
+    "read_small",
     "remove",
+    "remove_directory",
     "replace",
     "repoint",
     "sync_data",
@@ -113,10 +116,16 @@ def make_directories(paths: Iterable[Path]) -> None:
             fsync_directory(parent)
 
 
-def make_directory(path: Path) -> None:
-    """Make a directory that must not exist, durably. Raises FileExistsError."""
-    path.mkdir()
-    fsync_directory(path.parent)
+def begin_directory(unfinished: Path) -> None:
+    """Make an empty directory under tmp/, to be published."""
+    clear_directory(unfinished)  # of an attempt that failed
+    unfinished.mkdir()
+
+
+def publish_directory(unfinished: Path, path: Path) -> None:
+    """Give a directory of files that was made under tmp/ its name. Raises OSError where a directory of files is."""
+    fsync_directory(unfinished)
+    _put(unfinished, path)
 
 
 def publish(unfinished: Path, path: Path) -> None:
@@ -167,18 +176,44 @@ def remove(paths: Iterable[Path], directory: Path) -> None:
     fsync_directory(directory)
 
 
+def remove_directory(path: Path, tmp: Path) -> None:
+    """Remove a directory of files by way of tmp/: who has lost tmp/ meanwhile cannot hit what has the name by now.
+
+    Not durable: what a crash brings back is removed again by the next open.
+    """
+    gone = tmp / f"{path.name}.gone"
+    clear_directory(gone)  # of an attempt that failed
+    os.rename(path, gone)
+    clear_directory(gone)
+
+
 def clear_directory(directory: Path) -> None:
-    """Remove a directory of files, even while somebody else still creates some; one already gone is no error."""
+    """Remove a directory, even while somebody else still creates files in it; one already gone is no error."""
     while directory.is_dir():
         try:
             for entry in list(directory.iterdir()):
-                entry.unlink(missing_ok=True)
+                if stat.S_ISDIR(entry.lstat().st_mode):
+                    clear_directory(entry)
+                else:
+                    entry.unlink(missing_ok=True)
             directory.rmdir()
         except FileNotFoundError:
             return
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """Read a whole file, of at most ``limit`` bytes. Raises CorruptionError for a larger one, or none at all."""
+    with open_regular(path) as descriptor:
+        if os.fstat(descriptor).st_size > limit:
+            raise CorruptionError(path, f"larger than {limit:,} bytes, which arrowbank never makes it")
+        parts, place = [], 0
+        while part := os.pread(descriptor, limit, place):
+            parts.append(part)
+            place += len(part)
+        return b"".join(parts)
 
 
 def write_at(descriptor: int, parts: Sequence[bytes | bytearray | memoryview], offset: int) -> None:

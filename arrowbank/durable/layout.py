@@ -92,8 +92,9 @@ shape] each (the bytes are in the column, in this order); extra; ``turns``, [sou
 form, given] each, and ``irregular``. A number that JSON has not is {"f64": its 16 hexadecimal digits}. A turn is the
 first ``end`` tokens (or characters) of its source: 0 the row's own sequence, k the k-th irregular one. Its mask is the
 source's with the first ``mask_from`` cleared (-1: none). Its ``given`` logprobs are the first ones at (1) its mask, (2)
-all its tokens, (3) the source's mask up to ``end``; (0) it has none. ``irregular`` has a text, or [has_mask, has_logprobs] and behind
-the arrays its tokens (int32), mask (a byte each), logprobs (float32) and which of these are known (a byte each).
+all its tokens, (3) the source's mask up to ``end``; (0) it has none.
+``irregular`` has a text, or [has_mask, has_logprobs] and behind the arrays its tokens (int32), mask (a byte each),
+logprobs (float32) and which of these are known (a byte each).
 
 
 Records of journals: one entry, one row

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,6 +25,12 @@ FORMAT_VERSION = 1
 _RESTORE = "Restore MANIFEST.json from a copy, or move the directory away to start a new bank"
 
 
+_MAX_BYTES = 1 << 30
+_Number = Annotated[int, Field(ge=0, lt=10**12 - 1)]
+"""One that a file's name can say, and the next one, too."""
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -33,10 +39,10 @@ class ArchiveFile(_Model):
     """One Parquet file of the archive."""
 
     name: str
-    rows: int
-    groups: int
-    nbytes: int
-    last_end: int
+    rows: _Count
+    groups: _Count
+    nbytes: _Count
+    last_end: _Count
     """No row's training ends after this iteration count; 0 when none was trained on."""
     digest: str
     """xxh3-128 of the whole file."""
@@ -46,19 +52,26 @@ class Manifest(_Model):
     format_version: int
     bank_id: str
     schema_hash: str
-    commit: int
+    commit: _Number
     """Counts replacements of this file."""
-    version: int
+    version: _Number
     """The archive's directory: .archive/v<version>."""
     files: tuple[ArchiveFile, ...] = ()
-    archived_through: int = 0
+    archived_through: _Count = 0
     """Draws settled by this iteration count may be in the archive."""
     journal: str = ""
     """The part of the journal that reading starts with, a snapshot first; empty for the very first part."""
     carried: tuple[str, ...] = ()
     """Segments that compaction wrote. One that is not named here was left by a crash and says nothing."""
-    retired: dict[str, int] = Field(default_factory=dict)
+    retired: dict[str, _Count] = Field(default_factory=dict)
     """Segments that the archive has taken the place of, with the commit that said so; gone or about to go."""
+
+    @property
+    def last_session(self) -> int:
+        """The highest session that it names."""
+        segments = map(SegmentName.parse, (*self.carried, *self.retired))
+        named = [*segments, *(ArchiveName.parse(file.name) for file in self.files), JournalName.parse(self.journal)]
+        return max((name.session for name in named if name is not None), default=0)
 
 
 def create_manifest() -> Manifest:
@@ -82,8 +95,7 @@ def read_manifest(paths: BankPaths) -> Manifest:
     or altered; FormatVersionError; SchemaMismatchError.
     """
     try:
-        with files.open_regular(paths.manifest) as descriptor, open(descriptor, "rb", closefd=False) as file:
-            text = file.read()
+        text = files.read_small(paths.manifest, _MAX_BYTES)
     except FileNotFoundError:
         remains = data_without_manifest(paths)
         if remains is None:
@@ -160,8 +172,6 @@ def _validate(paths: BankPaths, content: dict[str, Any]) -> Manifest:
     for file in manifest.files:
         if ArchiveName.parse(file.name) is None:
             raise CorruptManifestError(paths.manifest, f"files: {file.name!r} is no archive file's name", hint=_RESTORE)
-    if manifest.version < 0:
-        raise CorruptManifestError(paths.manifest, f"version: {manifest.version} is no directory's", hint=_RESTORE)
     return manifest
 
 

@@ -105,7 +105,7 @@ def _judge(part: _Part, state: State) -> None:
     if sealed is None:
         state.unsealed[name] = found
     elif found < sealed:  # its end is gone: no torn tail, since all of it was acknowledged
-        place = part.damage.pop() if part.damage and part.damage[-1].lost is None else _gap(name, sealed - found)
+        place = part.damage.pop() if part.damage and part.damage[-1].lost is None else _gap(name, None)
         part.damage.append(replace(place, torn=False, lost=sealed - found))
     else:
         part.entries = [(record, entry) for record, entry in part.entries if record.sequence < sealed]
@@ -134,8 +134,7 @@ def _note_missing_parts(base: JournalName | None, parts: list[_Part], state: Sta
 
 
 def _gap(name: str, lost: int | None) -> Damage:
-    count = "some records" if lost is None else f"{lost} records"
-    return Damage(name, 0, 0, f"{count} that were here are missing", torn=False, lost=lost)
+    return Damage(name, 0, 0, "records that were here are missing", torn=False, lost=lost)
 
 
 def _apply(paths: BankPaths, name: JournalName, record: Record, entry: Entry, state: State) -> None:
@@ -186,9 +185,10 @@ def read_groups(paths: BankPaths, manifest: Manifest, state: State, name: Segmen
         if not name.is_carried:
             state.unsealed[str(name)] = written
         sealed = written
+    if written < sealed:  # its end is gone: no torn tail, since all of it was acknowledged
+        tail = found.damage.pop() if found.damage and found.damage[-1].lost is None else _gap(str(name), None)
+        found.damage.append(replace(tail, torn=False, lost=sealed - written))
     state.damage += found.damage
-    if written < sealed and not any(place.lost is None for place in found.damage):
-        state.damage.append(_gap(str(name), sealed - written))
     given_up = state.facts.abandoned_before(str(name), sealed)
     count = 0
     for record in found.records:

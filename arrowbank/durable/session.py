@@ -37,6 +37,7 @@ _log = logging.getLogger("arrowbank")
 Takeover: TypeAlias = Literal["auto", "never", "force"]
 _Model = TypeVar("_Model", bound=BaseModel)
 _ATTEMPTS = 16
+_MAX_BYTES = 1 << 16
 LEASE_S = 60.0
 """How long a heartbeat must stand still before its bank is taken over."""
 
@@ -159,16 +160,17 @@ def claim_session(
     takeover: Takeover,
     lease_s: float = LEASE_S,
     *,
+    beyond: int = 0,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Claim:
     """Claim the next session number. Raises BankLockedError, naming the holder, while another holds the bank.
 
     Where nothing but its heartbeat can tell whether the holder lives, this watches it: a beat, and the bank is refused;
-    none for ``lease_s`` seconds of ``clock``, and it is taken over.
+    none for ``lease_s`` seconds of ``clock``, and it is taken over. The number is higher than ``beyond``.
     """
     for _ in range(_ATTEMPTS):
-        last = max(paths.used_sessions(), default=0)
+        last = max(beyond, *paths.used_sessions(), 0)
         if last >= LAST_SESSION:
             raise CorruptionError(paths.root, f"a file's name says session {last}, and no number is left for another")
         sessions = paths.claimed_sessions()
@@ -271,7 +273,7 @@ def _describe(paths: BankPaths, session: int) -> str:
 def _read(path: Path, kind: type[_Model]) -> _Model | None:
     """Read a small JSON file; None when it is missing or is not one."""
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(files.read_small(path, _MAX_BYTES))
     except (FileNotFoundError, ValidationError):
         return None
 

@@ -21,6 +21,9 @@ from arrowbank.durable.line import Line, LineDraw
 
 __all__ = ["load_snapshot", "make_snapshot"]
 
+_MAX_CHECKPOINTS = 10**6
+"""Somebody else's snapshot may say that there are any number of them, which would be listed."""
+
 
 def make_snapshot(history: History, facts: Facts) -> Snapshot:
     """Sum up a history and the facts of files that are still there."""
@@ -120,7 +123,10 @@ def _draw_in(numbers: list[Any], uids: Iterator[str], states: _Bytes) -> LineDra
 
 
 def _runs_in(said: list[list[int]]) -> Checkpoints:
-    return Checkpoints(Run(*map(int, run)) for run in said)
+    runs = [Run(*map(int, run)) for run in said]
+    if sum(len(run.checkpoints) for run in runs) > _MAX_CHECKPOINTS:
+        raise ValueError("the snapshot holds more checkpoints than any run has")
+    return Checkpoints(runs)
 
 
 def _take(uids: Iterator[str], count: int) -> list[str]:
