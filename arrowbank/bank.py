@@ -107,9 +107,13 @@ class RolloutBank:
             if is_new and not paths.manifest.exists():
                 create_bank(paths, claim.tmp)
             return cls(paths, claim, max_bytes=max_bytes, keep_checkpoints=keep_checkpoints)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                claim.release()
+        except BaseException as error:
+            try:
+                if isinstance(error, OSError):
+                    claim.check()  # a takeover takes files away: say that rather than "no such file"
+            finally:
+                with contextlib.suppress(OSError):
+                    claim.release()
             raise
 
     def _begin_session(self, claim: Claim) -> None:

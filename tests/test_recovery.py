@@ -16,6 +16,7 @@ from arrowbank.durable.layout import BankPaths
 from arrowbank.durable.manifest import read_manifest
 from arrowbank.durable.recovery import State, read_state
 from arrowbank.durable.stream import map_file, scan
+from arrowbank.schema import SEGMENT_SCHEMA
 
 
 def make(root: Path, groups: int = 6, *, close: bool = True) -> list[str]:
@@ -41,7 +42,7 @@ def only(directory: Path) -> Path:
 
 
 def edges_of(root: Path, path: Path) -> list[int]:
-    found = scan(map_file(path), path.name, read_manifest(BankPaths(root)).bank_id)
+    found = scan(map_file(path), path.name, read_manifest(BankPaths(root)).bank_id, SEGMENT_SCHEMA)
     last = found.records[-1]
     return [record.offset for record in found.records] + [last.offset + len(last.message)]
 

@@ -53,7 +53,7 @@ def write(directory: Path, records: int = 3, *, close: bool = False, name: str =
 
 
 def read(data: bytes, name: str = NAME, bank: str = BANK) -> Scan:
-    return scan(memoryview(data), name, bank, SEGMENT_SCHEMA.serialize().to_pybytes())
+    return scan(memoryview(data), name, bank, SEGMENT_SCHEMA)
 
 
 def sequences(found: Scan) -> list[int]:
@@ -232,7 +232,7 @@ def test_records_of_another_bank_or_under_another_name_are_not_taken(intact: tup
 
 def test_a_mapped_file_is_read_like_its_bytes(tmp_path: Path) -> None:
     data, _ = write(tmp_path)
-    assert sequences(scan(map_file(tmp_path / NAME), NAME, BANK)) == sequences(read(data))
+    assert sequences(scan(map_file(tmp_path / NAME), NAME, BANK, SEGMENT_SCHEMA)) == sequences(read(data))
 
 
 # -- damage

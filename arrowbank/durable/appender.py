@@ -201,8 +201,10 @@ class Appender:
         try:
             stream.append(messages)
             self._check_fence()
-        except BaseException:
+        except BaseException as error:
             self._give_up(iteration, first, len(messages))
+            if isinstance(error, OSError):
+                self._check_fence()  # a takeover takes damaged segments away
             raise
         self.commits += 1
         self.groups += len(messages)

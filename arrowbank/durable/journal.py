@@ -56,8 +56,6 @@ JOURNAL_SCHEMA = pa.schema(
     ]
 )
 
-_SCHEMA_MESSAGE = JOURNAL_SCHEMA.serialize().to_pybytes()
-
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -214,9 +212,11 @@ class Journal:
         except FencedError:
             self._annul(stream, Abandoned(stream.path.name, first, len(messages)))
             raise
-        except BaseException:
+        except BaseException as error:
             stream.poisoned = True
             self._abandoned.append(Abandoned(stream.path.name, first, len(messages)))
+            if isinstance(error, OSError):
+                self._check_fence()  # a takeover takes files away
             raise
         for entry in told:
             self._facts.add(entry)
@@ -280,7 +280,7 @@ class Journal:
 def read_journal(paths: BankPaths, name: JournalName, bank_id: str) -> tuple[list[tuple[Record, Entry]], list[Damage]]:
     """Read one part: records and their entries. Damage is returned: the caller judges what it hides."""
     path = paths.journal / str(name)
-    found = scan(map_file(path), path.name, bank_id, _SCHEMA_MESSAGE)
+    found = scan(map_file(path), path.name, bank_id, JOURNAL_SCHEMA)
     return [(record, _decode(record)) for record in found.records], found.damage
 
 

@@ -156,7 +156,7 @@ def _load_base(base: JournalName, parts: list[_Part], state: State) -> None:
     if record is not None and isinstance(first, Snapshot):
         try:
             state.history, state.facts = load_snapshot(first)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
             raise CorruptRecordError(
                 str(base), f"the seal matches, but this is no snapshot ({error!r})", offset=record.offset
             ) from error

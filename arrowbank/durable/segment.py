@@ -49,10 +49,9 @@ class SegmentFacts:
 def read_segment(path: Path, bank_id: str) -> tuple[Scan, memoryview]:
     """Scan a segment. The mapping may be kept: no file of a bank is ever truncated."""
     data = map_file(path)
-    return scan(data, path.name, bank_id, _SCHEMA_MESSAGE), data
+    return scan(data, path.name, bank_id, SEGMENT_SCHEMA), data
 
 
-_SCHEMA_MESSAGE = SEGMENT_SCHEMA.serialize().to_pybytes()
 _NOT_A_GROUP = (
     ValueError, OSError, KeyError, TypeError, IndexError, AttributeError, StopIteration, pa.ArrowException
 )  # fmt: skip

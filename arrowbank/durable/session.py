@@ -12,6 +12,7 @@ fsync and before anything is acknowledged or unlinked.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -144,9 +145,14 @@ class Claim:
         self.forget()
         try:
             self.check()
+            files.replace(self.paths.lock, _Lock(holder=self.holder, closed=True).model_dump_json().encode(), self.tmp)
         except FencedError:
             return
-        files.replace(self.paths.lock, _Lock(holder=self.holder, closed=True).model_dump_json().encode(), self.tmp)
+        except OSError:
+            with contextlib.suppress(FencedError):
+                self.check()
+                raise
+            return
         files.clear_directory(self.tmp)
 
 

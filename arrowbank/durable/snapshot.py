@@ -62,9 +62,9 @@ def load_snapshot(snapshot: Snapshot) -> tuple[History, Facts]:
         history.evicted |= dict.fromkeys(_take(uids, count), str(reason))
     history.archived = set(_take(uids, details["archived"]))
     history.gone = _runs_in(details["gone"])
-    facts = Facts(records={str(name): int(count) for name, count in details["records"].items()})
+    facts = Facts(records={str(name): _count(count) for name, count in details["records"].items()})
     for name, first, count in details["abandoned"]:
-        facts.add(Abandoned(str(name), int(first), int(count)))
+        facts.add(Abandoned(str(name), _count(first), _count(count)))
     if next(uids, None) is not None or states.rest:
         raise ValueError("the snapshot holds more than it says")
     return history, facts
@@ -127,6 +127,13 @@ def _runs_in(said: list[list[int]]) -> Checkpoints:
     if sum(len(run.checkpoints) for run in runs) > _MAX_CHECKPOINTS:
         raise ValueError("the snapshot holds more checkpoints than any run has")
     return Checkpoints(runs)
+
+
+def _count(said: Any) -> int:
+    count = int(said)
+    if not 0 <= count < 2**62:
+        raise ValueError(f"{said} is no count")
+    return count
 
 
 def _take(uids: Iterator[str], count: int) -> list[str]:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ _END = PREFIX.pack(0xFFFFFFFF, 0)
 _CONTINUATION = 0xFFFFFFFF
 _HEADER_BYTES = 1 << 16
 _UID = re.compile(r"[0-9a-f]{32}")
+
+
+@cache
+def _message_of(schema: pa.Schema) -> bytes:
+    message: bytes = schema.serialize().to_pybytes()
+    return message
 
 
 def binding(bank_id: str, name: str) -> bytes:
@@ -54,7 +61,7 @@ class StreamWriter:
 
         Without ``publish`` it stays under ``tmp`` until ``finish``.
         """
-        header = schema.serialize().to_pybytes()
+        header = _message_of(schema)
         unfinished = tmp / path.name
         descriptor = files.create(unfinished)
         try:
@@ -167,10 +174,10 @@ def map_file(path: Path) -> memoryview:
         return memoryview(file.read_buffer())
 
 
-def scan(data: memoryview, name: str, bank_id: str, schema: bytes = b"") -> Scan:
+def scan(data: memoryview, name: str, bank_id: str, schema: pa.Schema) -> Scan:
     """Read every record of the stream ``name`` that its seal vouches for, whatever lies between them.
 
-    schema: the schema message as this program writes it; it tells a damaged one from a damaged first record.
+    Its schema message must say what ``schema`` does: our reader does without it, others do not.
     """
     found = Scan(name)
     reader = _Reader(data, name, binding(bank_id, name), schema)
@@ -191,7 +198,7 @@ def _last_sequence(found: Scan) -> int:
 
 
 class _Reader:
-    def __init__(self, data: memoryview, name: str, bound: bytes, schema: bytes) -> None:
+    def __init__(self, data: memoryview, name: str, bound: bytes, schema: pa.Schema) -> None:
         self.data = data
         self.name = name
         self.bound = bound
@@ -199,23 +206,30 @@ class _Reader:
 
     def first_record(self, found: Scan) -> int | None:
         """Return where to start: behind the schema, or at the first record when the schema is not what it was."""
-        if self.schema and bytes(self.data[: len(self.schema)]) == self.schema:
-            return len(self.schema)
+        own = _message_of(self.schema)
+        if self.data[: len(own)].tobytes() == own:
+            return len(own)
         place, following = self.after_schema(), self._next_record(found, 0)
-        # One that another program's Arrow wrote looks different; it is whole if what it says comes next is there.
-        if place is not None and (self._is_end(place) if following is None else place == following.offset):
-            return place
+        if place is not None and self._is_schema(self.data[:place].tobytes()):
+            # Another version of Arrow may write it so; it is whole if what it says comes next is there.
+            if following is not None and following.offset == place:
+                return place
+            if following is None and self.data[place : place + PREFIX.size].tobytes() in (_END, _ZEROS):
+                return place
         torn = following is None and not self._tail_is_whole(0)
         return self._note(found, 0, "the schema message is damaged", following, torn=torn)
 
-    def _is_end(self, place: int) -> bool:
-        prefix = bytes(self.data[place : place + PREFIX.size])
-        return len(prefix) == PREFIX.size and prefix in (_END, _ZEROS)
-
     def after_schema(self) -> int | None:
-        """Return where the first message says that it ends. Nothing vouches for its bytes, so nothing parses them."""
+        """Return where the first message says that it ends."""
         length = self._header_length(0)
         return PREFIX.size + length if length and length % 8 == 0 else None
+
+    def _is_schema(self, message: bytes) -> bool:
+        """Whether a message says what the schema does."""
+        try:
+            return bool(pa.ipc.read_schema(pa.py_buffer(message)).equals(self.schema, check_metadata=True))
+        except (ValueError, OSError, pa.ArrowException):
+            return False
 
     def record_at(self, place: int, found: Scan) -> Record | None:
         """Return the record at ``place`` if a matching seal says that it belongs there."""
