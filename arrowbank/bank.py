@@ -23,6 +23,7 @@ from arrowbank.archive.archivist import Archivist
 from arrowbank.archive.store import ArchiveStore, create_bank
 from arrowbank.durable import files, quarantine
 from arrowbank.durable.appender import Appender
+from arrowbank.durable.gauge import Gauge
 from arrowbank.durable.heartbeat import BEAT_S
 from arrowbank.durable.intake import AppendOptions, Intake
 from arrowbank.durable.journal import Drawn, Journal
@@ -52,9 +53,7 @@ class RolloutBank:
         self._pid = os.getpid()
         self._closed = False
         self._paths = paths
-        self._max_bytes = max_bytes
-        self._warned = False
-        self._warning = threading.Lock()
+        self._gauge = Gauge(paths.root, max_bytes, lambda: self.live_bytes)
         self._keep_checkpoints = keep_checkpoints
         self._lock = threading.RLock()
         self._retries: set[str] = set()
@@ -133,7 +132,7 @@ class RolloutBank:
         has_groups = bool(state.groups) or bool(manifest.files)
         self._ledger = Ledger(self._paths, claim.session, state, self._journal, self._appender, must_restore=has_groups)
         self._intake = Intake(
-            self._appender, session=claim.session, writer=_MAIN, retries=self._retries, on_written=self._warn_if_full
+            self._appender, session=claim.session, writer=_MAIN, retries=self._retries, on_written=self._gauge.rose
         )
         self._archivist = Archivist(
             self._store,
@@ -142,7 +141,7 @@ class RolloutBank:
             self._appender,
             lock=self._lock,
             check_fence=claim.check,
-            on_freed=self._warn_again,
+            on_freed=self._gauge.fell,
         )
         self._compactor = self._archivist.compactor
         self._archivist.heal()
@@ -355,26 +354,6 @@ class RolloutBank:
         self._require_open()
         options = AppendOptions(split=split, evicted=evicted, source_index=source_index)
         return await self._intake.append_async(group, lambda: self._iteration, options)
-
-    def _warn_if_full(self) -> None:
-        """Warn of too many live bytes, once until compaction has brought them down. Takes no lock but its own."""
-        if self._max_bytes is None or self._warned or self.live_bytes <= self._max_bytes:
-            return
-        with self._warning:
-            if self._warned:
-                return
-            self._warned = True
-        _log.warning(
-            "%s: %s live bytes are more than max_bytes %s. Nothing is dropped; record checkpoints more often, or let "
-            "generation run less far ahead (lag), so that compaction can archive more",
-            self._paths.root,
-            f"{self.live_bytes:,}",
-            f"{self._max_bytes:,}",
-        )
-
-    def _warn_again(self) -> None:
-        if self._max_bytes is not None and self.live_bytes <= self._max_bytes:
-            self._warned = False
 
     # -- training
 

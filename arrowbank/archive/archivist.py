@@ -14,6 +14,7 @@ from arrowbank.archive import compaction, healing, revival
 from arrowbank.archive.carry import Carried
 from arrowbank.archive.compaction import Made, Task
 from arrowbank.archive.compactor import Compactor
+from arrowbank.archive.parquet import told_as_damage
 from arrowbank.archive.store import ArchiveStore, Change
 from arrowbank.durable import quarantine
 from arrowbank.durable.appender import Appender
@@ -89,7 +90,7 @@ class Archivist:
             self._swap(healed.retired, [group.uid for carried in healed.carried for group in carried.groups], ())
             for carried in healed.carried:  # mapped, since a restore hands them back
                 read_groups(self.store.paths, self.store.manifest, state, carried.name)
-            self.store.finish()
+            self.store.commit(Change())  # which takes away the damaged files
         except OSError as error:
             self._check_fence()
             self.store.discard_unfinished()
@@ -102,7 +103,8 @@ class Archivist:
         changed.
         """
         try:
-            made = revival.prepare(self.store, self._ledger.state.history, iteration)
+            with told_as_damage(self.store.paths.version(self.store.manifest.version)):
+                made = revival.prepare(self.store, self._ledger.state.history, iteration)
         except BaseException:
             self.store.discard_unfinished()
             raise

@@ -23,7 +23,7 @@ from arrowbank.durable.layout import CARRY, BankPaths, SegmentName
 from arrowbank.durable.line import Line, LineDraw
 from arrowbank.durable.manifest import ArchiveFile
 from arrowbank.durable.recovery import State
-from arrowbank.durable.segment import GroupRef, read_segment
+from arrowbank.durable.segment import GroupRef, load_batch, read_segment
 from arrowbank.durable.stream import Damage
 from arrowbank.errors import CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA, SEGMENT_SCHEMA
@@ -205,7 +205,7 @@ def _carry(paths: BankPaths, task: Task, groups: list[GroupRef]) -> tuple[Carrie
         for group in groups:
             assert group.record is not None
             head = {"session": group.segment.session} | group.head
-            writer.add(group.record.batch(SEGMENT_SCHEMA), head)
+            writer.add(load_batch(group.record), head)
         writer.finish()
     finally:
         writer.close()
@@ -217,7 +217,7 @@ def archive_rows(groups: list[GroupRef], known: dict[str, Fate], bank_id: str) -
     batches = []
     for group in groups:
         assert group.record is not None
-        batches.append(group.record.batch(SEGMENT_SCHEMA))
+        batches.append(load_batch(group.record))
     rows = widen(pa.Table.from_batches(batches, SEGMENT_SCHEMA), bank_id)
     each = [
         (known.get(group.uid, Fate()), row) for group, batch in zip(groups, batches, strict=True)

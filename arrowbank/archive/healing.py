@@ -16,9 +16,9 @@ from arrowbank.archive.store import ArchiveStore
 from arrowbank.durable import quarantine
 from arrowbank.durable.layout import CARRY, SegmentName
 from arrowbank.durable.recovery import State
-from arrowbank.durable.segment import GroupRef
+from arrowbank.durable.segment import GroupRef, load_batch
 from arrowbank.durable.stream import Damage
-from arrowbank.schema import SEGMENT_SCHEMA
+from arrowbank.errors import CorruptRecordError
 
 __all__ = ["Healed", "copy"]
 
@@ -66,11 +66,10 @@ def _batch(group: GroupRef, state: State) -> pa.RecordBatch | None:
     """Return a group's rows; a record that has none is noted as damage."""
     assert group.record is not None  # read from a file, at open
     try:
-        return group.record.batch(SEGMENT_SCHEMA)
-    except (ValueError, OSError, pa.ArrowException) as error:
-        reason = f"the seal matches, but the record is no group's ({error})"
+        return load_batch(group.record)
+    except CorruptRecordError as error:
         record = group.record
-        place = Damage(record.name, record.offset, len(record.message), reason, torn=False, lost=1, uid=group.uid)
+        place = Damage(record.name, record.offset, len(record.message), error.reason, torn=False, lost=1, uid=group.uid)
         state.damage.append(place)
         state.lost[record.name] = state.lost.get(record.name, 0) + 1
         return None

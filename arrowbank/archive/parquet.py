@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from arrowbank.errors import CorruptionError, CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA
 
 __all__ = [
-    "ROW_GROUP_BYTES", "TABLE_BYTES", "check_file", "describe_file", "file_digest", "row_group_end", "write_parquet",
+    "ROW_GROUP_BYTES", "TABLE_BYTES", "check_file", "describe_file", "file_digest", "row_group_end", "told_as_damage",
+    "write_parquet",
 ]  # fmt: skip
 
 ROW_GROUP_BYTES = 8 << 20
@@ -92,13 +94,31 @@ def check_file(path: Path, file: ArchiveFile) -> None:
         raise CorruptionError(path, "the manifest names this file, and it is not there", hint=_UNCHANGED) from None
     if found != (file.digest, file.nbytes):
         raise CorruptionError(path, "its digest is not the one in the manifest", hint=_UNCHANGED)
-    if (rows := pq.read_metadata(path).num_rows) != file.rows:
-        raise CorruptionError(path, f"it has {rows} rows, and {file.rows} by the manifest", hint=_UNCHANGED)
+    with told_as_damage(path):
+        metadata = pq.read_metadata(path)
+        if (metadata.num_rows, metadata.schema.to_arrow_schema()) != (file.rows, ARCHIVE_SCHEMA):
+            raise ValueError(f"{metadata.num_rows} rows where the manifest says {file.rows}, or other columns")
+
+
+@contextlib.contextmanager
+def told_as_damage(path: Path) -> Iterator[None]:
+    """Turn what a Parquet reader says of a file that is not what it should be into CorruptionError.
+
+    Such a file has the right digest: another program has made it.
+    """
+    try:
+        yield
+    except (pa.ArrowException, ValueError, KeyError, TypeError, IndexError) as error:
+        raise CorruptionError(path, f"not a file of the archive ({error})", hint=_UNCHANGED) from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise CorruptionError(path, f"not a file of the archive ({error})", hint=_UNCHANGED) from error
 
 
 def file_digest(path: Path) -> tuple[str, int]:
     """Return the xxh3-128 of a whole file, and its size in bytes."""
-    with files.open_regular(path) as descriptor:
+    with files.reading(path) as descriptor:
         return descriptor_digest(descriptor)
 
 

@@ -33,8 +33,8 @@ def create_bank(paths: BankPaths, tmp: Path) -> None:
     directory = paths.version(manifest.version)
     files.make_directories([directory])
     write_parquet(tmp / _EMPTY, [])
-    files.discard(directory / _EMPTY)  # of an attempt that a kill cut short
-    files.publish(tmp / _EMPTY, directory / _EMPTY)
+    with contextlib.suppress(FileExistsError):  # of an attempt that a kill cut short, or somebody who is faster
+        files.publish(tmp / _EMPTY, directory / _EMPTY)
     _point(paths, tmp, manifest.version)
     write_manifest(paths, manifest, tmp)
 

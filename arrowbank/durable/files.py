@@ -31,10 +31,12 @@ __all__ = [
     "publish",
     "publish_directory",
     "read_small",
+    "reading",
     "remove",
     "remove_directory",
     "replace",
     "repoint",
+    "sync",
     "sync_data",
     "write_at",
 ]
@@ -45,8 +47,7 @@ def create(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
-@contextlib.contextmanager
-def open_regular(path: Path) -> Iterator[int]:
+def open_regular(path: Path) -> int:
     """Open a file for reading: not a link, nor a FIFO, which would wait for somebody to write.
 
     Raises CorruptionError, FileNotFoundError, OSError.
@@ -57,9 +58,17 @@ def open_regular(path: Path) -> Iterator[int]:
         if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link; a socket or a device
             raise
         raise CorruptionError(path, "not a regular file", hint="Move it out of the bank") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CorruptionError(path, "not a regular file", hint="Move it out of the bank")
+    return descriptor
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[int]:
+    """As ``open_regular``, closed in the end."""
+    descriptor = open_regular(path)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CorruptionError(path, "not a regular file", hint="Move it out of the bank")
         yield descriptor
     finally:
         os.close(descriptor)
@@ -67,8 +76,13 @@ def open_regular(path: Path) -> Iterator[int]:
 
 def fsync_file(path: Path) -> None:
     """Make durable what somebody has written to a file, who may not have got to it himself."""
-    with open_regular(path) as descriptor:
+    with reading(path) as descriptor:
         os.fsync(descriptor)
+
+
+def sync(descriptor: int) -> None:
+    """Make an open file durable, which has no name yet but that under tmp/."""
+    os.fsync(descriptor)
 
 
 def sync_data(descriptor: int) -> None:
@@ -206,7 +220,7 @@ def clear_directory(directory: Path) -> None:
 
 def read_small(path: Path, limit: int) -> bytes:
     """Read a whole file, of at most ``limit`` bytes. Raises CorruptionError for a larger one, or none at all."""
-    with open_regular(path) as descriptor:
+    with reading(path) as descriptor:
         if os.fstat(descriptor).st_size > limit:
             raise CorruptionError(path, f"larger than {limit:,} bytes, which arrowbank never makes it")
         parts, place = [], 0

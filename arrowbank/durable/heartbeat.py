@@ -12,6 +12,8 @@ import os
 import threading
 from pathlib import Path
 
+from arrowbank.durable import files
+
 __all__ = ["BEAT_S", "Heartbeat", "last_beat"]
 
 _log = logging.getLogger("arrowbank")
@@ -50,10 +52,7 @@ def last_beat(path: Path) -> int | None:
     Opens the file, since a network file system asks its server only then.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with files.reading(path) as descriptor:
+            return os.fstat(descriptor).st_mtime_ns
     except FileNotFoundError:
         return None
-    try:
-        return os.fstat(descriptor).st_mtime_ns
-    finally:
-        os.close(descriptor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -16,7 +18,7 @@ from arrowbank.errors import CorruptRecordError
 from arrowbank.schema import SEGMENT_SCHEMA
 from arrowbank.types import Rollouts
 
-__all__ = ["GroupRef", "SegmentFacts", "check_head", "describe", "load_rollouts", "read_segment"]
+__all__ = ["GroupRef", "SegmentFacts", "check_head", "describe", "load_batch", "load_rollouts", "read_segment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,20 @@ _NOT_A_GROUP = (
 
 def load_rollouts(record: Record) -> Rollouts:
     """Decode a record's rollouts. Raises CorruptRecordError when sealed bytes are not a group."""
-    try:
+    with _as_damage(record):
         return codec.decode_group(record.batch(SEGMENT_SCHEMA))
+
+
+def load_batch(record: Record) -> pa.RecordBatch:
+    """Parse a record's rows. Raises CorruptRecordError when sealed bytes are not a group's."""
+    with _as_damage(record):
+        return record.batch(SEGMENT_SCHEMA)
+
+
+@contextmanager
+def _as_damage(record: Record) -> Iterator[None]:
+    try:
+        yield
     except _NOT_A_GROUP as error:
         raise CorruptRecordError(
             record.name,

@@ -26,6 +26,8 @@ _ZEROS = bytes(PREFIX.size)
 _END = PREFIX.pack(0xFFFFFFFF, 0)
 _CONTINUATION = 0xFFFFFFFF
 _HEADER_BYTES = 1 << 16
+_STEP = 1 << 20
+"""Bytes that are looked at at once, however large a file is."""
 _UID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -66,7 +68,7 @@ class StreamWriter:
         descriptor = files.create(unfinished)
         try:
             files.write_at(descriptor, [header, _ZEROS], 0)
-            os.fsync(descriptor)
+            files.sync(descriptor)
             if publish:
                 files.publish(unfinished, path)
         except BaseException:
@@ -103,7 +105,7 @@ class StreamWriter:
     def finish(self) -> None:
         """Mark the end and sync all of it: a whole file, for its owner to publish."""
         files.write_at(self._descriptor, [_END], self.offset)
-        os.fsync(self._descriptor)
+        files.sync(self._descriptor)
         self.close()
 
     def close(self) -> None:
@@ -277,8 +279,7 @@ class _Reader:
 
     def _look_beyond(self, found: Scan, place: int, reason: str, *, torn: bool) -> int | None:
         """After an end: nothing but zeros is a clean one."""
-        rest = bytes(self.data[place + PREFIX.size :])
-        if not rest.strip(b"\0"):
+        if self._is_zero_from(place + PREFIX.size):
             return None
         following = self._next_record(found, place)
         if following is not None:
@@ -287,6 +288,9 @@ class _Reader:
             if not torn or following.first != place or self._was_finished(found, following):
                 torn, reason = False, "zeros or an end mark where a record was"
         return self._note(found, place, reason, following, torn=torn)
+
+    def _is_zero_from(self, start: int) -> bool:
+        return not any(bytes(self.data[low : low + _STEP]).strip(b"\0") for low in range(start, len(self.data), _STEP))
 
     def skip_damage(self, found: Scan, place: int, reason: str) -> int | None:
         """Note damage from ``place`` up to the next good record; without one it is a torn tail."""
@@ -338,9 +342,8 @@ class _Reader:
         return None
 
     def _seals(self, start: int) -> Iterator[seal.Seal]:
-        step = 1 << 20
-        for low in range(start, len(self.data), step):
-            high = min(low + step + len(seal.BLANK) - 1, len(self.data))
+        for low in range(start, len(self.data), _STEP):
+            high = min(low + _STEP + len(seal.BLANK) - 1, len(self.data))
             sealed = seal.find(self.data, low, high)
             while sealed is not None:
                 yield sealed
