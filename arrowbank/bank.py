@@ -78,9 +78,8 @@ class RolloutBank:
         it; nothing is ever dropped. keep_checkpoints: the archive takes what the oldest of so many last checkpoints
         holds, so that stepping back is cheap.
 
-        Closed when the interpreter exits. Unless you handle SIGTERM, it becomes SystemExit(143) in the main thread
-        while a bank is open. In a forked child the handle is closed. Damaged segments are replaced by what is good in
-        them; no damaged byte goes that does not lie in ``quarantine/``.
+        It is closed when the interpreter exits, and in a forked child. While it is open, SIGTERM becomes SystemExit(143)
+        in the main thread, unless you handle it. Damaged segments are replaced by what is good in them.
 
         Durability: the claim on the bank is durable on return.
         Raises: BankLockedError, FormatVersionError, SchemaMismatchError, CorruptionError (the manifest's among them),
@@ -97,7 +96,7 @@ class RolloutBank:
         paths = BankPaths(Path(path).absolute())
         if paths.root.exists() and not paths.root.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "a bank is a directory, and this is none", os.fspath(path))
-        paths.refuse_strangers()
+        paths.refuse_strangers(link=True)
         is_new = not paths.manifest.exists() and data_without_manifest(paths) is None
         last = 0 if is_new else read_manifest(paths).last_session  # raises before anything is touched
         files.make_directories([paths.root, *paths.directories])
@@ -182,7 +181,6 @@ class RolloutBank:
             yield
 
     # -- what it says of itself
-
     @property
     def session(self) -> int:
         """This coordinator's session number. Keep it in the model checkpoint to name this line later."""
@@ -242,7 +240,8 @@ class RolloutBank:
         Durability: the restore is on disk on return. A second restore on a handle begins a new session.
         Raises: HistoryGoneError when only a line that was let go of had this checkpoint; ReplayUnavailableError,
         naming the iterations, when the archive has not got all that would have to be replayed; CorruptRecordError for
-        a damaged journal, CorruptionError for a damaged archive; FencedError; OSError. Then nothing has changed.
+        a damaged journal, CorruptionError for a damaged archive; FencedError; OSError. Then nothing has changed; one
+        that comes between two sessions closes the handle.
         """
         iteration = operator.index(iteration)
         session = None if session is None else operator.index(session)
@@ -291,7 +290,6 @@ class RolloutBank:
             raise
 
     # -- collecting
-
     def begin_iteration(self, iteration: int) -> None:
         """Say that groups finished from now on are collected at ``iteration``. Iterations only go up."""
         iteration = operator.index(iteration)
@@ -396,7 +394,7 @@ class RolloutBank:
         """
         iteration = operator.index(iteration)
         with self._turn():
-            if self._ledger.checkpoint(iteration):
+            if self._ledger.checkpoint(iteration) or (wait and self._compactor.error is not None):
                 self._compactor.start(self._archivist.horizon(self._keep_checkpoints))
         if wait:
             self._compactor.wait()
@@ -407,8 +405,9 @@ class RolloutBank:
     def close(self, *, final: bool = False) -> None:
         """Write what waits, wait for compaction, give the bank back. Closing twice is no error.
 
-        final: the run is over; everything that its last checkpoint settles, and all evicted, is archived first.
-        Raises: what background compaction met last; OSError. The bank is given back all the same.
+        final: the run is over; everything that its last checkpoint settles, and all evicted, is archived first. After a
+        compaction that failed, another one is tried.
+        Raises: what compaction met last; OSError. The bank is given back all the same.
         """
         if os.getpid() != self._pid:
             return
@@ -419,8 +418,9 @@ class RolloutBank:
         try:
             with self._lock:
                 self._ledger.finish()
-            if final:
-                self._compactor.start(self._archivist.horizon(1), last=True)
+            if final or self._compactor.error is not None:
+                horizon = self._archivist.horizon(1 if final else self._keep_checkpoints)
+                self._compactor.start(horizon, last=final)
             self._compactor.wait()
             self._compactor.raise_error()
         except FencedError as error:
@@ -441,10 +441,10 @@ class RolloutBank:
 
 def _uids(uids: Iterable[str]) -> tuple[str, ...]:
     """Check that these are uids: a single one, or groups, are easily given instead."""
-    if isinstance(uids, str):
-        raise TypeError(f"expected a list of uids, found the string {uids!r}")
-    names = tuple(uids)
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"expected uids (strings), found {type(name).__name__}; use group.uid")
+    names = (uids,) if isinstance(uids, str) else tuple(uids)
+    wrong = [name for name in names if not isinstance(name, str)]
+    if wrong or isinstance(uids, str):
+        raise TypeError(
+            f"expected a list of uids (group.uid), found {type((wrong or names)[0]).__name__}: {uids!r:.100}"
+        )
     return names

@@ -48,8 +48,12 @@ def cover_with_junk(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Damaging, int]] = {
-    "torn": (cut, 1), "a bit in the middle": (flip_middle, 1), "its schema": (flip_schema, 0), "all": (cover_with_junk, 4),
-}  # fmt: skip
+    "torn": (cut, 1),
+    "a bit in the middle": (flip_middle, 1),
+    "its schema": (flip_schema, 0),
+    "all": (cover_with_junk, 4),
+}
+"""Each with the groups that it costs."""
 
 
 def killed(path: Path, *, groups: int = 4) -> list[str]:

@@ -112,7 +112,7 @@ def test_a_link_in_place_of_a_part_of_the_bank_is_refused(tmp_path: Path, name: 
     (tmp_path / "elsewhere").mkdir()
     (paths.root / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CorruptionError, match="symbolic link"):
-        paths.refuse_strangers()
+        paths.refuse_strangers(link=True)
 
 
 def test_a_link_in_place_of_a_version_directory_or_a_claim_is_refused(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_link_in_place_of_a_version_directory_or_a_claim_is_refused(tmp_path: 
         link.parent.mkdir(parents=True)
         link.symlink_to(tmp_path)
         with pytest.raises(CorruptionError, match="symbolic link"):
-            paths.refuse_strangers()
+            paths.refuse_strangers(link=True)
         link.unlink()
     paths.archive.symlink_to(".archive/v000001")
-    paths.refuse_strangers()
+    paths.refuse_strangers(link=True)

@@ -150,14 +150,14 @@ def test_of_another_host_boot_or_container_only_a_lease_without_a_heartbeat_tell
 
 def test_a_holder_whose_heart_beats_is_refused_at_its_next_beat(elsewhere: BankPaths) -> None:
     time = Time(*[lambda: None] * 7, lambda: os.utime(elsewhere.claim(1)))
-    with pytest.raises(BankLockedError, match="on elsewhere.* lives"):
+    with pytest.raises(BankLockedError, match=r"on elsewhere.* lives"):
         claim_beside(elsewhere, time)
     assert time.now < 2
     assert claim_session(elsewhere, "force").session == 2
 
 
 def test_never_takes_over_nobody_who_has_not_closed(elsewhere: BankPaths) -> None:
-    with pytest.raises(BankLockedError, match='on elsewhere.*has not closed; open with takeover="auto"'):
+    with pytest.raises(BankLockedError, match=r'on elsewhere.*has not closed; open with takeover="auto"'):
         claim_session(elsewhere, "never")
 
 
@@ -426,7 +426,7 @@ def test_what_an_overtaken_append_adds_after_it_was_read_stays_out_for_good(path
     for _ in range(3):
         with RolloutBank.open(path) as bank:
             restored = bank.restore(0)
-            assert [group.uid for group in restored.pending["math"]][0] == kept
+            assert restored.pending["math"][0].uid == kept
             assert (len(restored.pending["math"]), restored.report.damage) == (2, ())
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import pickle
+import random
 import shutil
+import socket
+import stat
+import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import polars
 import pytest
 from builders import EVERY, build, token_group
 
-from arrowbank import BankNotFoundError, RolloutBank, scan
+from arrowbank import BankNotFoundError, BankView, RolloutBank, scan
 from arrowbank.archive import compaction, compactor, merging, view
 from arrowbank.durable import files
 from arrowbank.durable.layout import BankPaths
@@ -32,6 +39,45 @@ def tree(path: Path) -> dict[str, Any]:
         str(entry): (entry.lstat().st_mtime_ns, entry.lstat().st_ino, entry.is_file() and entry.read_bytes())
         for entry in [path, *path.rglob("*")]
     }
+
+
+def archived_file(path: Path) -> Path:
+    """The real path of the first file that the manifest names."""
+    manifest = read_manifest(BankPaths(path))
+    return BankPaths(path).version(manifest.version) / manifest.files[0].name
+
+
+def archive_three(path: Path, *, files: int = 1) -> None:
+    """Make a bank of three settled groups in a few files, and a pending one."""
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        for at in range(3):
+            bank.begin_iteration(at)
+            bank.mark_consumed([bank.append(token_group(at))], at)
+            if at >= 3 - files:
+                bank.begin_iteration(at + 1)
+                bank.checkpoint(at + 1, wait=True)
+        bank.append(token_group(9))
+    assert len(read_manifest(BankPaths(path)).files) == files
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    """Flip a bit of a copy that takes the file's place."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << bit
+    fresh = path.with_name("flipped")
+    fresh.write_bytes(content)
+    fresh.replace(path)
+
+
+FORMS: dict[str, Callable[[BankView], Any]] = {
+    "arrow": BankView.to_arrow,
+    "polars": lambda view: view.to_polars().collect(),
+    "polars, streaming": lambda view: view.to_polars().select("reward").collect(engine="streaming"),
+    "pandas": BankView.to_pandas,
+    "duckdb": BankView.to_duckdb,
+    "groups": lambda view: list(view.groups()),
+}
 
 
 def settle_one(bank: RolloutBank, at: int, group: Any = None) -> str:
@@ -203,7 +249,7 @@ def test_a_view_made_while_the_manifest_changes_is_made_again(path: Path, monkey
     with RolloutBank.open(path, keep_checkpoints=1) as bank:
         bank.restore(0)
 
-        def overtaken(paths: BankPaths, manifest: Any, *, live: bool) -> Any:
+        def overtaken(paths: BankPaths, manifest: Any, **options: bool) -> Any:
             tries.append(manifest.commit)
             if len(tries) < 4:
                 bank.mark_consumed([bank.append(token_group(len(tries)))], len(tries))
@@ -211,7 +257,7 @@ def test_a_view_made_while_the_manifest_changes_is_made_again(path: Path, monkey
                 bank.checkpoint(len(tries) + 1, wait=True)
             if len(tries) == 2:
                 raise FileNotFoundError("planted")
-            return make(paths, manifest, live=live)
+            return make(paths, manifest, **options)
 
         monkeypatch.setattr(view, "_view", overtaken)
         assert scan(path).to_arrow().num_rows == 12
@@ -224,9 +270,13 @@ def test_a_missing_archive_file_is_an_error_that_names_it(path: Path) -> None:
         settle_one(bank, 0)
         settle_one(bank, 1)
         bank.close(final=True)
-    name = read_manifest(BankPaths(path)).files[0].name
-    (path / "archive" / name).unlink()
-    with pytest.raises(FileNotFoundError, match=name):
+    file = archived_file(path)
+    file.unlink()
+    with pytest.raises(CorruptionError, match=r"is not there.*from a copy") as raised:
+        scan(path)
+    assert raised.value.path == str(file)
+    file.parent.rename(path / "elsewhere")
+    with pytest.raises(CorruptionError, match="is not there"):
         scan(path)
 
 
@@ -277,3 +327,182 @@ def test_a_view_outlives_merges_and_restores_below_the_horizon(path: Path, monke
         assert sorted(view.to_arrow()["group_uid"].to_pylist()) == before
         assert sorted(lazy.collect()["group_uid"].to_list()) == before
         assert len({group.uid for group in view.groups()}) == 4
+
+
+def test_every_bit_flipped_in_an_archived_file_is_an_error_and_never_other_rows(path: Path) -> None:
+    archive_three(path)
+    file = archived_file(path)
+    whole = file.read_bytes()
+    rng = random.Random(1)
+    forms = [FORMS[name] for name in ("arrow", "polars", "groups")]
+    for number in range(300):
+        place, bit = rng.randrange(len(whole)), rng.randrange(8)
+        flip(file, place, bit)
+        with pytest.raises(CorruptionError, match=r"digest.*from a copy") as raised:
+            pytest.fail(f"bit {bit} of byte {place} passed: {forms[number % 3](scan(path))}")
+        assert raised.value.path == str(file)
+        file.write_bytes(whole)
+    assert scan(path).to_arrow().num_rows == 16
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("damage", ["cut", "longer", "first byte", "last byte"])
+def test_no_form_reads_a_damaged_file(path: Path, form: str, damage: str) -> None:
+    archive_three(path)
+    file = archived_file(path)
+    if damage == "cut":
+        os.truncate(file, file.stat().st_size - 1)
+    elif damage == "longer":
+        os.truncate(file, file.stat().st_size + 1)
+    else:
+        flip(file, 0 if damage == "first byte" else -1)
+    view = scan(path)
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match="digest"):
+            FORMS[form](view)
+
+
+def test_a_lazy_frame_says_of_damage_only_when_it_is_collected(path: Path) -> None:
+    archive_three(path)
+    flip(archived_file(path), -9)  # in the length of the footer
+    lazy = scan(path).to_polars().filter(polars.col("reward") > 0)
+    assert lazy.collect_schema().names() == ARCHIVE_SCHEMA.names
+    with pytest.raises(CorruptionError, match="digest"):
+        lazy.collect()
+
+
+def test_groups_of_a_whole_file_come_before_the_error_of_the_next(path: Path) -> None:
+    archive_three(path, files=2)
+    last = BankPaths(path).version(1) / read_manifest(BankPaths(path)).files[-1].name
+    flip(last, 100)
+    found = scan(path).groups()
+    assert [group.uid is not None for group in (next(found), next(found))] == [True, True]
+    with pytest.raises(CorruptionError, match=last.name):
+        next(found)
+
+
+def test_a_file_is_verified_once_a_view_and_without_verify_never(path: Path) -> None:
+    archive_three(path)
+    file = archived_file(path)
+    old, unverified = scan(path), scan(path, verify=False)
+    rows = old.to_arrow()
+    with file.open("r+b") as there:  # the file itself, which the views hold
+        there.seek(file.read_bytes().index(b"parquet-cpp-arrow"))
+        there.write(b"P")
+    for found in (old, unverified):
+        assert found.to_arrow() == rows
+        assert found.to_polars().collect().height == found.to_pandas().shape[0] == len(list(found.groups())) * 4 == 16
+    with pytest.raises(CorruptionError):
+        scan(path).to_arrow()
+
+
+@pytest.mark.parametrize("kind", ["link", "FIFO", "directory", "socket", "device"])
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    archive_three(path)
+    file = archived_file(path)
+    file.rename(path / "tmp" / "elsewhere")
+    if kind == "link":
+        file.symlink_to(path / "tmp" / "elsewhere")
+    elif kind == "FIFO":
+        os.mkfifo(file)
+    elif kind == "directory":
+        file.mkdir()
+    elif kind == "socket":
+        monkeypatch.chdir(file.parent)  # its whole path may be too long
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(file.name)
+    else:
+        make_device(file)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(CorruptionError, match="not a regular file") as raised:
+        scan(path)
+    assert raised.value.path == str(file)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def make_device(path: Path) -> None:
+    try:
+        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero, which never ends
+    except PermissionError:
+        pytest.skip("only root makes devices")
+
+
+def test_a_view_closes_its_files_when_it_goes(path: Path) -> None:
+    archive_three(path)
+    before = len(os.listdir("/proc/self/fd"))
+    view = scan(path)
+    lazy = view.to_polars()
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    del view, lazy
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_view_cannot_be_copied_with_its_open_files(path: Path) -> None:
+    archive_three(path)
+    with pytest.raises(TypeError, match="scan the bank again"):
+        pickle.dumps(scan(path))
+
+
+def test_pandas_and_duckdb_have_the_same_rows(path: Path) -> None:
+    archive_three(path)
+    view = scan(path)
+    table = view.to_arrow()
+    frame = view.to_pandas()
+    assert list(frame.columns) == ARCHIVE_SCHEMA.names
+    assert frame["group_uid"].tolist() == table["group_uid"].to_pylist()
+    assert [row.tobytes() for row in frame["tokens"]] == [row.values.to_numpy().tobytes() for row in table["tokens"]]
+    some = ["group_uid", "tokens", "reward", "turns", "outcome"]
+    assert view.to_duckdb().to_arrow_table().select(some).to_pylist() == table.select(some).to_pylist()
+    with duckdb.connect() as connection:
+        rows = view.to_duckdb(connection)
+        query = "SELECT outcome, count(*) FROM rows GROUP BY ALL ORDER BY ALL"
+        assert connection.query(query).fetchall() == [("consumed", 12), (None, 4)]
+        assert rows.filter("outcome IS NULL").aggregate("count(*)").fetchall() == [(4,)]
+
+
+@pytest.mark.parametrize("name", ["polars", "pandas", "duckdb"])
+def test_a_missing_library_is_named_with_what_installs_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    archive_three(path)
+    monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+    with pytest.raises(ModuleNotFoundError) as raised:
+        getattr(scan(path), f"to_{name}")()
+    assert raised.value.__notes__ == [
+        f"to_{name} needs {name}: pip install 'arrowbank[analysis]'; to_arrow does without"
+    ]
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("engine", ["in-memory", "streaming"])
+def test_a_lazy_query_gives_what_it_gives_on_the_rows_in_memory(path: Path, engine: Any, live: bool) -> None:
+    archive_three(path, files=2)
+    lazy = scan(path, live=live).to_polars()
+    rows = lazy.collect().lazy()
+    late = polars.col("consumed_iteration") > 0
+    queries: list[Callable[[polars.LazyFrame], polars.LazyFrame]] = [
+        lambda frame: frame.head(10).filter(late),
+        lambda frame: frame.filter(late).head(3),
+        lambda frame: frame.slice(6, 7).filter(late).select("group_uid", "tokens"),
+        lambda frame: frame.tail(5).filter(late),
+        lambda frame: frame.head(0),
+        lambda frame: frame.head(8),
+        lambda frame: frame.head(9).select("reward"),
+        lambda frame: frame.select(polars.len()),
+        lambda frame: frame.filter(late).group_by("outcome").agg(polars.col("reward").max()).sort("outcome"),
+        lambda frame: polars.concat([frame.head(5), frame.filter(late)]),
+    ]
+    for number, query in enumerate(queries):
+        assert query(lazy).collect(engine=engine).equals(query(rows).collect()), number
+
+
+def test_rows_are_counted_before_a_predicate_that_the_source_is_given(path: Path) -> None:
+    archive_three(path, files=2)
+    view = scan(path, live=False)
+    late = polars.col("consumed_iteration") > 0
+    for count in range(13):
+        found = polars.concat(view._held.read_polars(["group_uid"], late, count, None))
+        wanted = view.to_polars().collect().head(count).filter(late).select("group_uid")
+        assert found.equals(wanted), count

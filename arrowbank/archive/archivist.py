@@ -118,6 +118,7 @@ class Archivist:
             archived_through=iteration,
         )
         self.store.commit(change, lambda: self._sum_up(history, made.carried))
+        self.compactor.error = self.store.unfinished or self.compactor.error
         state, old = read_state(self.store.paths, self.store.manifest), self._ledger.state
         # Damage of files that are not read any more is still to be told.
         found = set(state.damage)

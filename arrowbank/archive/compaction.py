@@ -23,7 +23,7 @@ from arrowbank.durable.layout import CARRY, BankPaths, SegmentName
 from arrowbank.durable.line import Line, LineDraw
 from arrowbank.durable.manifest import ArchiveFile
 from arrowbank.durable.recovery import State
-from arrowbank.durable.segment import GroupRef, load_batch, read_segment
+from arrowbank.durable.segment import NOT_A_GROUP, GroupRef, load_batch, read_segment, told_as_damage
 from arrowbank.durable.stream import Damage
 from arrowbank.errors import CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA, SEGMENT_SCHEMA
@@ -213,12 +213,15 @@ def _carry(paths: BankPaths, task: Task, groups: list[GroupRef]) -> tuple[Carrie
 
 
 def archive_rows(groups: list[GroupRef], known: dict[str, Fate], bank_id: str) -> pa.Table:
-    """Return the groups' rows, in this order, with every column of ``ARCHIVE_SCHEMA``."""
+    """Return the groups' rows, in this order, with every column of ``ARCHIVE_SCHEMA``.
+
+    Raises CorruptRecordError for a record that is sealed and still no group's.
+    """
     batches = []
     for group in groups:
         assert group.record is not None
         batches.append(load_batch(group.record))
-    rows = widen(pa.Table.from_batches(batches, SEGMENT_SCHEMA), bank_id)
+    rows = _widened(groups, batches, bank_id)
     each = [
         (known.get(group.uid, Fate()), row) for group, batch in zip(groups, batches, strict=True)
         for row in range(batch.num_rows)
@@ -230,6 +233,18 @@ def archive_rows(groups: list[GroupRef], known: dict[str, Fate], bank_id: str) -
         ]
         columns.append(_lag(each, rows) if field.name == "lag" else pa.array(values, field.type))
     return pa.Table.from_arrays([*rows.columns, *columns], schema=ARCHIVE_SCHEMA)
+
+
+def _widened(groups: list[GroupRef], batches: list[pa.RecordBatch], bank_id: str) -> pa.Table:
+    """Widen all rows at once; when that fails, say whose they are."""
+    try:
+        return widen(pa.Table.from_batches(batches, SEGMENT_SCHEMA), bank_id)
+    except NOT_A_GROUP:
+        for group, batch in zip(groups, batches, strict=True):
+            assert group.record is not None
+            with told_as_damage(group.record):
+                widen(pa.Table.from_batches([batch], SEGMENT_SCHEMA), bank_id)
+        raise
 
 
 def _lag(each: list[tuple[Fate, int]], rows: pa.Table) -> pa.Array:

@@ -6,10 +6,8 @@ holds whole streams only, which any Arrow reader takes, and no damaged byte goes
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
-
-import pyarrow as pa
 
 from arrowbank.archive.carry import Carried, CarryWriter
 from arrowbank.archive.store import ArchiveStore
@@ -17,10 +15,10 @@ from arrowbank.durable import quarantine
 from arrowbank.durable.layout import CARRY, SegmentName
 from arrowbank.durable.recovery import State
 from arrowbank.durable.segment import GroupRef, load_batch
-from arrowbank.durable.stream import Damage
+from arrowbank.durable.stream import Damage, Record
 from arrowbank.errors import CorruptRecordError
 
-__all__ = ["Healed", "copy"]
+__all__ = ["Healed", "copy", "drop_undecodable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +36,8 @@ def copy(store: ArchiveStore, state: State, damaged: Container[str]) -> Healed:
     Raises OSError.
     """
     names = tuple(sorted(name for name in state.segment_bytes if str(name) in damaged))
+    drop_undecodable(state, names, lambda group: load_batch(_record(group)))
     groups = sorted((group for group in state.groups.values() if group.segment in names), key=lambda group: group.age)
-    batches = {group.uid: batch for group in groups if (batch := _batch(group, state)) is not None}
     quarantine.keep(store.paths, store.tmp, [part for part in state.damage if part.name in damaged and part.length])
 
     def name(iteration: int) -> SegmentName:
@@ -49,27 +47,31 @@ def copy(store: ArchiveStore, state: State, damaged: Container[str]) -> Healed:
     last = None
     try:
         for group in groups:
-            if group.uid not in batches:
-                del state.groups[group.uid]
-                continue
             if group.segment.iteration != last:
                 writer.may_cut()
                 last = group.segment.iteration
-            writer.add(batches[group.uid], {"session": group.segment.session} | group.head)
+            writer.add(load_batch(_record(group)), {"session": group.segment.session} | group.head)
         writer.finish()
     finally:
         writer.close()
     return Healed(names, tuple(writer.done))
 
 
-def _batch(group: GroupRef, state: State) -> pa.RecordBatch | None:
-    """Return a group's rows; a record that has none is noted as damage."""
-    assert group.record is not None  # read from a file, at open
-    try:
-        return load_batch(group.record)
-    except CorruptRecordError as error:
-        record = group.record
-        place = Damage(record.name, record.offset, len(record.message), error.reason, torn=False, lost=1, uid=group.uid)
-        state.damage.append(place)
-        state.lost[record.name] = state.lost.get(record.name, 0) + 1
-        return None
+def drop_undecodable(state: State, names: Container[SegmentName], decode: Callable[[GroupRef], object]) -> None:
+    """Note as damage those records of some segments that are sealed and that ``decode`` takes for no group's."""
+    for uid, group in list(state.groups.items()):
+        if group.segment not in names:
+            continue
+        record = _record(group)
+        try:
+            decode(group)
+        except CorruptRecordError as error:
+            place = Damage(record.name, record.offset, len(record.message), error.reason, torn=False, lost=1, uid=uid)
+            state.damage.append(place)
+            state.lost[record.name] = state.lost.get(record.name, 0) + 1
+            del state.groups[uid]
+
+
+def _record(group: GroupRef) -> Record:
+    assert group.record is not None  # read from a file
+    return group.record

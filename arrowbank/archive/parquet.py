@@ -108,7 +108,7 @@ def told_as_damage(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (pa.ArrowException, ValueError, KeyError, TypeError, IndexError) as error:
+    except (pa.ArrowException, ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
         raise CorruptionError(path, f"not a file of the archive ({error})", hint=_UNCHANGED) from error
     except OSError as error:
         if error.errno is not None:

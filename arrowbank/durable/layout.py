@@ -287,10 +287,11 @@ class BankPaths:
     def directories(self) -> tuple[Path, ...]:
         return (self.sessions, self.segments, self.journal, self.versions, self.quarantine, self.tmp)
 
-    def refuse_strangers(self) -> None:
+    def refuse_strangers(self, *, link: bool) -> None:
         """Raise CorruptionError where a link, a FIFO or the like stands in the place of a file or directory of a bank.
 
         None of these is ever made by arrowbank but the link ``archive``; a bank from elsewhere may have been given one.
+        link: whether ``archive`` must be one, too, where it is. A copy may have a directory there.
         """
         versions = [self.version(number) for number in self.version_numbers()]
         claims = [self.claim(number) for number in self.claimed_sessions()]
@@ -299,7 +300,8 @@ class BankPaths:
             _require_kind(path, stat.S_ISDIR, "directory")
         for path in (self.manifest, self.lock, *claims):
             _require_kind(path, stat.S_ISREG, "file")
-        _require_kind(self.archive, stat.S_ISLNK, "symbolic link")
+        if link:
+            _require_kind(self.archive, stat.S_ISLNK, "symbolic link, which is made anew")
 
     def claim(self, session: int) -> Path:
         return self.sessions / f"{session:04d}"

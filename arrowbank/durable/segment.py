@@ -18,7 +18,17 @@ from arrowbank.errors import CorruptRecordError
 from arrowbank.schema import SEGMENT_SCHEMA
 from arrowbank.types import Rollouts
 
-__all__ = ["GroupRef", "SegmentFacts", "check_head", "describe", "load_batch", "load_rollouts", "read_segment"]
+__all__ = [
+    "NOT_A_GROUP",
+    "GroupRef",
+    "SegmentFacts",
+    "check_head",
+    "describe",
+    "load_batch",
+    "load_rollouts",
+    "read_segment",
+    "told_as_damage",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +64,31 @@ def read_segment(path: Path, bank_id: str) -> tuple[Scan, memoryview]:
     return scan(data, path.name, bank_id, SEGMENT_SCHEMA), data
 
 
-_NOT_A_GROUP = (
-    ValueError, OSError, KeyError, TypeError, IndexError, AttributeError, StopIteration, pa.ArrowException
+NOT_A_GROUP = (
+    ValueError, OSError, KeyError, TypeError, IndexError, AttributeError, StopIteration, OverflowError, RecursionError,
+    pa.ArrowException,
 )  # fmt: skip
+"""What decoding bytes of another program may meet."""
 
 
 def load_rollouts(record: Record) -> Rollouts:
     """Decode a record's rollouts. Raises CorruptRecordError when sealed bytes are not a group."""
-    with _as_damage(record):
+    with told_as_damage(record):
         return codec.decode_group(record.batch(SEGMENT_SCHEMA))
 
 
 def load_batch(record: Record) -> pa.RecordBatch:
     """Parse a record's rows. Raises CorruptRecordError when sealed bytes are not a group's."""
-    with _as_damage(record):
+    with told_as_damage(record):
         return record.batch(SEGMENT_SCHEMA)
 
 
 @contextmanager
-def _as_damage(record: Record) -> Iterator[None]:
+def told_as_damage(record: Record) -> Iterator[None]:
+    """Turn what decoding says of a record that is sealed and no group's into CorruptRecordError."""
     try:
         yield
-    except _NOT_A_GROUP as error:
+    except NOT_A_GROUP as error:
         raise CorruptRecordError(
             record.name,
             f"the seal matches, but the record is not a group ({error})",

@@ -94,6 +94,7 @@ class Claim:
         self.holder = holder
         self.session = holder.session
         self._own = os.fspath(paths.claim(holder.session))
+        self._identity = _identity(self._own)
         self._next = os.fspath(paths.claim(holder.session + 1))
         self._heart = Heartbeat(paths.claim(holder.session))
 
@@ -115,12 +116,10 @@ class Claim:
                 f"{self.paths.root}: session {self.session} lost its place to "
                 f"{_describe(self.paths, self.session + 1)}; what it had acknowledged is safe, it can do nothing more"
             )
-        try:
-            os.stat(self._own)
-        except FileNotFoundError:
+        if _identity(self._own) != self._identity:  # gone, or another bank's
             raise FileNotFoundError(
                 errno.ENOENT, "the bank was removed or moved away while it was open", os.fspath(self.paths.root)
-            ) from None
+            )
 
     def renew(self) -> Claim:
         """Begin the next session of the same handle. Raises FencedError when somebody else has."""
@@ -282,6 +281,14 @@ def _read(path: Path, kind: type[_Model]) -> _Model | None:
         return kind.model_validate_json(files.read_small(path, _MAX_BYTES))
     except (FileNotFoundError, ValidationError):
         return None
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _myself(session: int) -> Holder:

@@ -1,0 +1,488 @@
+"""Small disks that can be filled, and a run whose every acknowledged fact is kept in a plain model.
+
+``Trainer`` runs ``SCENARIO``, a list of single calls of the bank, and tells what each acknowledged; ``Model`` takes
+that in and is held against what a bank gives back, what plain Parquet readers see and what ``scan`` shows. A call that
+raised has acknowledged nothing, and may be made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from builders import token_group
+
+from arrowbank import BankClosedError, Restored, RolloutBank, RolloutGroup, scan
+
+__all__ = [
+    "SCENARIO", "Disk", "Model", "Step", "Trainer", "call", "ext4", "find_problem", "remount",
+    "require_mounts", "run", "tmpfs",
+]  # fmt: skip
+
+NO_MOUNTS = "ARROWBANK_NO_MOUNTS"
+
+
+# -- disks
+
+
+def require_mounts() -> None:
+    """Skip where small disks cannot be expected, fail where they can and are not to be had."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount the small disks that these tests fill")
+    if os.environ.get(NO_MOUNTS) == "1":
+        pytest.skip(f"{NO_MOUNTS}=1: small disks are not mounted")
+
+
+class Disk:
+    """A mounted file system that is small enough to be filled."""
+
+    def __init__(self, root: Path, image: Path | None = None) -> None:
+        self.root = root
+        self.image = image
+        self.is_full = False
+        self._ballast = root / "ballast"
+
+    def fill(self, spare: int = 0) -> None:
+        """Take every block but ``spare`` × 4 KiB, to the last one."""
+        self.free()
+        self.is_full = True
+        descriptor = os.open(self._ballast, os.O_WRONLY | os.O_CREAT)
+        kept = os.open(self.root / "spare", os.O_WRONLY | os.O_CREAT)
+        try:
+            if spare:
+                os.posix_fallocate(kept, 0, spare * 4096)
+            end = 0
+            for size in (1 << 20, 1 << 16, 4096, 1024):
+                with contextlib.suppress(OSError):
+                    while True:
+                        os.posix_fallocate(descriptor, end, size)
+                        end += size
+        finally:
+            os.close(descriptor)
+            os.close(kept)
+            os.unlink(self.root / "spare")
+
+    def fill_inodes(self, spare: int = 0) -> None:
+        """Take every inode but ``spare``; blocks stay free."""
+        self.free()
+        self.is_full = True
+        self._ballast.mkdir()
+        made: list[Path] = []
+        with contextlib.suppress(OSError):
+            while True:
+                path = self._ballast / str(len(made))
+                os.close(os.open(path, os.O_CREAT))
+                made.append(path)
+        for path in made[len(made) - spare :]:
+            path.unlink()
+
+    def free(self) -> None:
+        """Take the ballast away."""
+        if self._ballast.is_dir():
+            for path in self._ballast.iterdir():
+                path.unlink()
+            self._ballast.rmdir()
+        else:
+            self._ballast.unlink(missing_ok=True)
+        self.is_full = False
+
+    def mount_again(self) -> None:
+        assert self.image is not None
+        _run("umount", self.root)
+        _run("mount", "-o", "loop", self.image, self.root)
+
+
+@contextlib.contextmanager
+def tmpfs(root: Path, *, inodes: int = 400) -> Iterator[Disk]:
+    """A tmpfs of 4 MiB."""
+    root.mkdir()
+    _run("mount", "-t", "tmpfs", "-o", f"size=4m,nr_inodes={inodes}", "tmpfs", root)
+    try:
+        yield Disk(root)
+    finally:
+        _unmount(root)
+
+
+@contextlib.contextmanager
+def ext4(root: Path) -> Iterator[Disk]:
+    """An ext4 of 16 MiB in a file beside ``root``."""
+    root.mkdir()
+    image = root.with_suffix(".ext4")
+    with image.open("wb") as file:
+        os.truncate(file.fileno(), 16 << 20)
+    _run("mkfs.ext4", "-q", "-m", "0", "-N", "512", image)
+    _run("mount", "-o", "loop", image, root)
+    try:
+        yield Disk(root, image)
+    finally:
+        _unmount(root)
+        image.unlink()
+
+
+def remount(disk: Disk, how: str) -> None:
+    _run("mount", "-o", f"remount,{how}", disk.root)
+
+
+def _run(*command: str | Path) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.fail(f"no program {command[0]}: install it, or set {NO_MOUNTS}=1 to leave these tests out")
+    except subprocess.CalledProcessError as error:
+        pytest.fail(
+            f"{' '.join(map(str, command))} failed: {error.stderr.strip()}. These tests mount small disks, which needs "
+            f"CAP_SYS_ADMIN and loop devices; set {NO_MOUNTS}=1 to leave them out"
+        )
+
+
+def _unmount(root: Path) -> None:
+    gc.collect()  # groups that were handed out hold mappings
+    if subprocess.run(["umount", root], capture_output=True).returncode:
+        _run("umount", "-l", root)
+
+
+# -- what was acknowledged
+
+MEMBERS = 3
+
+
+def make_group(seed: int) -> RolloutGroup:
+    return token_group(seed, members=MEMBERS, problem_id=str(seed))
+
+
+@cache
+def _expected(seed: int) -> RolloutGroup:
+    return make_group(seed)
+
+
+def is_what_was_made(group: RolloutGroup, seed: int) -> bool:
+    return group.rollouts == _expected(seed).rollouts
+
+
+@dataclass
+class Model:
+    """What a bank acknowledged."""
+
+    groups: dict[str, int] = field(default_factory=dict)
+    """Group → the seed that it was made from."""
+    held_out: set[str] = field(default_factory=set)
+    evicted: dict[str, str] = field(default_factory=dict)
+    draws: dict[int, tuple[list[str], bytes]] = field(default_factory=dict)
+    checkpoint: int = 0
+    refused: set[str] = field(default_factory=set)
+    """Groups whose append raised and was not made again."""
+    maybe: dict[str, int] = field(default_factory=dict)
+    """Those of them that may come back, because what would say that they do not count could not be written either."""
+
+    def take(self, event: list[Any]) -> None:
+        """Take in one acknowledgement."""
+        match event:
+            case ["group", uid, seed, split, evicted]:
+                assert uid not in self.groups, f"group {uid} was acknowledged twice"
+                self.groups[uid] = seed
+                if split != "train":
+                    self.held_out.add(uid)
+                if evicted is not None:
+                    self.evicted[uid] = evicted
+            case ["evicted", uid, reason]:
+                self.evicted[uid] = reason
+            case ["draw", iteration, uids, state]:
+                self.draws[iteration] = list(uids), state.encode()
+            case ["checkpoint", iteration]:
+                self.checkpoint = max(self.checkpoint, iteration)
+            case ["rolled back", iteration]:
+                self.checkpoint = iteration
+            case ["refused", uid, seed, may_come_back]:
+                self.refused.add(uid)
+                if may_come_back:
+                    self.maybe[uid] = seed
+            case _:
+                raise AssertionError(event)
+
+    def check_restored(self, restored: Restored) -> None:
+        """Hold what a restore gave back against what was acknowledged."""
+        wanted = [(at, *draw) for at, draw in sorted(self.draws.items()) if at >= restored.iteration]
+        found = [(draw.iteration, [group.uid for group in draw.groups], draw.state) for draw in restored.draws]
+        assert found == wanted, f"planned draws: {found}, drawn were {wanted}"
+        drawn = {uid for uids, _ in self.draws.values() for uid in uids}
+        pending = [group for queue in restored.pending.values() for group in queue]
+        uids = Counter(str(group.uid) for group in pending)
+        assert set(uids.values()) <= {1}, "a group is pending twice"
+        required = self.groups.keys() - drawn - self.evicted.keys() - self.held_out
+        assert required <= uids.keys(), f"lost: {sorted(required - uids.keys())}"
+        extra = uids.keys() - required
+        assert extra <= self.maybe.keys(), f"not acknowledged, and pending: {sorted(extra - self.maybe.keys())}"
+        known = self.groups | self.maybe
+        for group in [*pending, *(group for draw in restored.draws for group in draw.groups)]:
+            assert is_what_was_made(group, known[str(group.uid)]), f"group {group.uid} is not what was appended"
+
+    def check_archive(self, path: Path) -> None:
+        """Hold the Parquet files, as any engine globs them, against it."""
+        rows: Counter[tuple[str, int]] = Counter()
+        for file in sorted((path / "archive").iterdir()):
+            columns = ["group_uid", "member_index", "outcome", "consumed_iteration", "evict_reason"]
+            for row in pq.read_table(file, columns=columns).to_pylist():
+                uid = row["group_uid"]
+                rows[uid, row["member_index"]] += 1
+                assert uid in self.groups, f"archived, and not acknowledged: {uid}"
+                if row["outcome"] == "consumed":
+                    assert uid in self.draws[row["consumed_iteration"]][0], f"archived as drawn: {uid}"
+                elif row["outcome"] == "evicted":
+                    assert row["evict_reason"] == self.evicted[uid], f"archived as evicted: {uid}"
+                else:
+                    assert uid in self.held_out, f"archived, and not used up: {uid}"
+        assert set(rows.values()) <= {1}, "the archive shows a rollout twice"
+
+    def check_scan(self, path: Path) -> None:
+        """Hold ``scan`` against it: every group once, with every bit."""
+        view = scan(path)
+        seen = Counter(view.to_arrow()["group_uid"].to_pylist())
+        assert set(seen.values()) <= {MEMBERS}, f"scan shows rollouts twice, or not all: {seen}"
+        assert self.groups.keys() <= seen.keys(), f"scan does not show {sorted(self.groups.keys() - seen.keys())}"
+        extra = seen.keys() - self.groups.keys()
+        assert extra <= self.maybe.keys(), f"scan shows what was not acknowledged: {sorted(extra)}"
+        known = self.groups | self.maybe
+        for group in view.groups():
+            assert is_what_was_made(group, known[str(group.uid)]), f"scan: group {group.uid} is not what was appended"
+
+
+# -- a run
+
+
+class Trainer:
+    """Makes the calls of a run, one at a time, and tells what was acknowledged. Every call may be made again."""
+
+    def __init__(self, path: Path, tell: Callable[[list[Any]], object]) -> None:
+        self.path = path
+        self.uids: dict[int, str] = {}
+        """Seed → group, of those acknowledged."""
+        self.archiving_failed: str | None = None
+        """What background compaction met in a checkpoint that was recorded, until a later one has archived."""
+        self._tell = tell
+        self._bank: RolloutBank | None = None
+        self._made: dict[int, RolloutGroup] = {}
+        """Groups that are not acknowledged: a retry is made with the same object."""
+        self._restored: Restored | None = None
+        self._iteration = 0
+        self._checkpoint = 0
+        """The last that was acknowledged, and not rolled back since."""
+        self._dropped: set[int] = set()
+
+    @property
+    def bank(self) -> RolloutBank:
+        assert self._bank is not None
+        return self._bank
+
+    @property
+    def restored(self) -> Restored:
+        assert self._restored is not None
+        return self._restored
+
+    def open(self) -> None:
+        self._bank = RolloutBank.open(self.path, keep_checkpoints=1)
+        self.archiving_failed = None
+        for group in self._made.values():
+            group.uid = None  # another handle knows of no append that raised
+
+    def restore(self, iteration: int) -> None:
+        try:
+            self._restored = self.bank.restore(iteration)
+        except BankClosedError:  # a restore that could not begin its session closes the handle
+            self.open()
+            self._restored = self.bank.restore(iteration)
+        self.archiving_failed = None
+        self._checkpoint = iteration
+        self._tell(["rolled back", iteration])
+
+    def begin(self, iteration: int) -> None:
+        self._iteration = iteration
+        self.bank.begin_iteration(iteration)
+
+    def append(self, *seeds: int, many: bool = False, evicted: str | None = None, split: str = "train") -> None:
+        groups = self._groups(seeds)
+        if many:
+            uids = self.bank.append_many(groups, split=split, evicted=evicted)
+        else:
+            uids = [self.bank.append(group, split=split, evicted=evicted) for group in groups]
+        for seed, uid in zip(seeds, uids, strict=True):
+            self._acknowledged(seed, uid, split, evicted)
+
+    def append_async(self, *seeds: int) -> None:
+        async def run(seeds: list[int]) -> list[Any]:
+            calls = [self.bank.append_async(group) for group in self._groups(seeds)]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        left = [seed for seed in seeds if seed not in self.uids]
+        outcomes = asyncio.run(run(left))
+        for seed, outcome in zip(left, outcomes, strict=True):
+            if isinstance(outcome, str):
+                self._acknowledged(seed, outcome, "train", None)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    def draw(self, iteration: int, *seeds: int) -> None:
+        uids = [self.uids[seed] for seed in seeds if seed not in self._dropped]
+        state = f"at {iteration}"
+        self.bank.mark_consumed(uids, iteration, state=state.encode())
+        self._tell(["draw", iteration, uids, state])
+
+    def replay(self) -> None:
+        """Draw all again that the restored checkpoint does not hold."""
+        for draw in self.restored.draws:
+            self.bank.mark_consumed([str(group.uid) for group in draw.groups], draw.iteration, state=draw.state)
+
+    def evict(self, seed: int) -> None:
+        if seed not in self._dropped:
+            self.bank.evict([self.uids[seed]], f"why {seed}")
+            self._tell(["evicted", self.uids[seed], f"why {seed}"])
+
+    def checkpoint(self, iteration: int) -> None:
+        """Record a checkpoint and wait for the archive. Raises what archiving met, too."""
+        try:
+            self.bank.checkpoint(iteration, wait=True)
+        except OSError as error:
+            if self.bank.stats().compaction_error == str(error) and self.archiving_failed is None:
+                self._recorded(iteration)  # the next one archives
+                self.archiving_failed = str(error)
+            raise
+        self._recorded(iteration)
+        self.archiving_failed = None
+        assert self.bank.stats().compaction_error is None
+
+    def close(self, *, final: bool = False) -> None:
+        self.bank.close(final=final)
+
+    def drop(self, *, may_come_back: bool = False) -> None:
+        """Do without the groups whose append raised."""
+        for seed, group in self._made.items():
+            if group.uid is not None:
+                self._dropped.add(seed)
+                self._tell(["refused", group.uid, seed, may_come_back])
+        self._made.clear()
+
+    def forget_failed(self) -> None:
+        """Before another handle is opened: what this one could not append may come back, since it may not have said so;
+        it is generated anew."""
+        for seed, group in self._made.items():
+            if group.uid is not None:
+                self._tell(["refused", group.uid, seed, True])
+                group.uid = None
+
+    def resume(self) -> None:
+        """On another handle, take up the work where the last one left it."""
+        self.open()
+        self.restore(self._checkpoint)
+        self.replay()
+        self.begin(max(self._iteration, self._checkpoint))
+
+    def _groups(self, seeds: Any) -> list[RolloutGroup]:
+        return [self._made.setdefault(seed, make_group(seed)) for seed in seeds]
+
+    def _acknowledged(self, seed: int, uid: str, split: str, evicted: str | None) -> None:
+        assert self._made.pop(seed).uid == uid
+        self.uids[seed] = uid
+        self._tell(["group", uid, seed, split, evicted])
+
+    def _recorded(self, checkpoint: int) -> None:
+        self._checkpoint = max(self._checkpoint, checkpoint)
+        self._tell(["checkpoint", checkpoint])
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a run."""
+
+    name: str
+    work: Callable[[Trainer], None]
+
+    @property
+    def is_append(self) -> bool:
+        return self.name.startswith("append")
+
+
+def _step(method: str, *values: Any, **options: Any) -> Step:
+    def work(trainer: Trainer) -> None:
+        getattr(trainer, method)(*values, **options)
+
+    said = ", ".join([*map(str, values), *(f"{name}={value}" for name, value in options.items())])
+    return Step(f"{method}({said})", work)
+
+
+def _iteration(at: int) -> list[Step]:
+    first = 100 * (at + 1)
+    return [
+        _step("begin", at),
+        _step("append", first),
+        _step("append", first + 1, first + 2, first + 3, many=True),
+        _step("append_async", first + 4, first + 5, first + 6),
+        _step("draw", at, first, first + 1, first + 4),
+        _step("evict", first + 2),
+    ]
+
+
+SCENARIO: list[Step] = [
+    _step("open"),
+    _step("restore", 0),
+    *_iteration(0),
+    *_iteration(1),
+    _step("checkpoint", 1),
+    _step("append", 50, evicted="spoilt"),
+    _step("append", 51, split="eval"),
+    *_iteration(2),
+    _step("checkpoint", 2),
+    *_iteration(3),
+    _step("checkpoint", 4),
+    _step("restore", 2),  # below the archive's horizon
+    _step("replay"),
+    *_iteration(4),
+    _step("checkpoint", 4),
+    _step("close"),
+    _step("open"),
+    _step("restore", 4),
+    _step("replay"),
+    *_iteration(5),
+    _step("checkpoint", 5),
+    _step("checkpoint", 6),
+    _step("close"),
+]
+
+
+def call(trainer: Trainer, step: Step, *, expected: Callable[[OSError], bool]) -> OSError | None:
+    """Make one call; return what it raised. An error that is not expected, and not what archiving met, is a fault."""
+    try:
+        step.work(trainer)
+    except OSError as error:
+        if expected(error):
+            return error
+        is_old = trainer.archiving_failed == str(error) and step.name.startswith(("checkpoint", "close"))
+        assert is_old, f"{step.name} raised {error!r} without cause"
+    return None
+
+
+def run(trainer: Trainer, steps: Iterable[Step]) -> None:
+    """Make calls of which none may fail."""
+    for step in steps:
+        assert call(trainer, step, expected=lambda _: False) is None
+
+
+def find_problem(path: Path, model: Model) -> None:
+    """Open the bank anew and hold all that it gives back, at several checkpoints, against the model."""
+    model.check_archive(path)
+    model.check_scan(path)
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        for iteration in dict.fromkeys([model.checkpoint, min(model.checkpoint, 1)]):
+            model.check_restored(bank.restore(iteration))
+            model.check_archive(path)
+    model.check_scan(path)
