@@ -78,8 +78,8 @@ class RolloutBank:
         it; nothing is ever dropped. keep_checkpoints: the archive takes what the oldest of so many last checkpoints
         holds, so that stepping back is cheap.
 
-        It is closed when the interpreter exits, and in a forked child. While it is open, SIGTERM becomes SystemExit(143)
-        in the main thread, unless you handle it. Damaged segments are replaced by what is good in them.
+        It is closed when the interpreter exits, and in a forked child. While it is open, SIGTERM, unless you handle it,
+        is SystemExit(143) in the main thread. Damaged segments are replaced by what is good in them.
 
         Durability: the claim on the bank is durable on return.
         Raises: BankLockedError, FormatVersionError, SchemaMismatchError, CorruptionError (the manifest's among them),

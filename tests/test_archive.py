@@ -11,7 +11,6 @@ from typing import Any
 import duckdb
 import pandas as pd
 import polars
-import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest

@@ -50,8 +50,18 @@ def test_replacing_syncs_the_file_then_renames_then_syncs_the_directory(
     path, tmp = place
     unfinished = f"FILE.{os.getpid()}"
     files.replace(path, b"content", tmp)
-    assert calls == [f"pwritev {unfinished}", f"fsync {unfinished}", "rename FILE", "fsync home"]
+    steps = [f"unlink {unfinished}", f"pwritev {unfinished}", f"fsync {unfinished}", "rename FILE", "fsync home"]
+    assert calls == steps
     assert path.read_bytes() == b"content"
+
+
+def test_replacing_writes_through_no_link_that_is_there_already(place: tuple[Path, Path]) -> None:
+    path, tmp = place
+    precious = path.parent / "precious"
+    precious.write_bytes(b"mine")
+    (tmp / f"FILE.{os.getpid()}").symlink_to(precious)
+    files.replace(path, b"content", tmp)
+    assert (precious.read_bytes(), path.read_bytes()) == (b"mine", b"content")
 
 
 def test_replacing_leaves_the_old_file_when_it_fails(place: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,14 +226,11 @@ class ArchiveStore:
         files.begin_directory(unfinished)
         kept = [file.name for file in self.manifest.files if file.name not in change.replaced]
         for name in (_EMPTY, *kept):
-            try:
-                files.link(old / name, unfinished / name)
-            except FileNotFoundError:
-                if (old / name).exists():
-                    raise  # a takeover takes tmp/ away
+            if not (old / name).is_file():
                 raise CorruptionError(
                     old / name, "the manifest names this file, and it is not there", hint="Put it back from a copy"
-                ) from None
+                )
+            files.link(old / name, unfinished / name)
         files.publish_directory(unfinished, self.paths.version(version))
         return version
 

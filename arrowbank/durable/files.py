@@ -23,6 +23,7 @@ __all__ = [
     "create",
     "create_exclusive",
     "discard",
+    "empty_directory",
     "fsync_directory",
     "fsync_file",
     "link",
@@ -155,14 +156,15 @@ def publish(unfinished: Path, path: Path) -> None:
 def replace(path: Path, data: bytes | memoryview, tmp: Path) -> None:
     """Replace a small file's content in one step; after a crash it is the old or the new, whole."""
     unfinished = tmp / f"{path.name}.{os.getpid()}"
-    _write_new(unfinished, data, os.O_CREAT | os.O_TRUNC)
+    discard(unfinished)  # of an attempt that failed
+    _write_new(unfinished, data)
     _put(unfinished, path)
 
 
 def create_exclusive(path: Path, data: bytes, tmp: Path) -> None:
     """Create a file that must not exist, with its content from the first moment. Raises FileExistsError."""
     unfinished = tmp / f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}"
-    _write_new(unfinished, data, os.O_CREAT | os.O_EXCL)
+    _write_new(unfinished, data)
     try:
         publish(unfinished, path)
     except OSError:
@@ -205,17 +207,22 @@ def clear_directory(directory: Path) -> None:
     """Remove a directory, even while somebody else still creates files in it; one already gone is no error."""
     while directory.is_dir():
         try:
-            for entry in list(directory.iterdir()):
-                if stat.S_ISDIR(entry.lstat().st_mode):
-                    clear_directory(entry)
-                else:
-                    entry.unlink(missing_ok=True)
+            empty_directory(directory)
             directory.rmdir()
         except FileNotFoundError:
             return
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
+
+
+def empty_directory(directory: Path) -> None:
+    """Remove what is in a directory; links are not followed."""
+    for entry in list(directory.iterdir()):
+        if stat.S_ISDIR(entry.lstat().st_mode):
+            clear_directory(entry)
+        else:
+            entry.unlink(missing_ok=True)
 
 
 def read_small(path: Path, limit: int) -> bytes:
@@ -252,8 +259,8 @@ def _put(unfinished: Path, path: Path) -> None:
     fsync_directory(path.parent)
 
 
-def _write_new(path: Path, data: bytes | memoryview, flags: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | flags, 0o666)
+def _write_new(path: Path, data: bytes | memoryview) -> None:
+    descriptor = create(path)  # never what is there already: a stranger's bank may have a link under that name
     try:
         write_at(descriptor, [data], 0)
         os.fsync(descriptor)

@@ -195,12 +195,14 @@ def _try_claim(paths: BankPaths, session: int) -> Claim | None:
     _held.add(holder.token)
     try:
         files.create_exclusive(paths.claim(session), holder.model_dump_json().encode(), tmp)
+        files.empty_directory(tmp)  # of what is left of others' tries for this number, and of a stranger's
         _clear_tmp(paths, session)
         files.replace(paths.lock, _Lock(holder=holder).model_dump_json().encode(), tmp)
     except BaseException as error:
         _held.discard(holder.token)
-        if isinstance(error, FileExistsError) or (isinstance(error, FileNotFoundError) and not tmp.is_dir()):
-            return None  # this session, or one after it, was claimed meanwhile; the latter takes tmp/ away
+        lost = isinstance(error, FileNotFoundError) and paths.claimed_sessions()[-1:] >= [session]
+        if isinstance(error, FileExistsError) or lost:
+            return None  # this session, or one after it, was claimed meanwhile, and what is in tmp/ taken away
         raise
     return Claim(paths, holder)
 
