@@ -27,21 +27,10 @@ from arrowbank import BankClosedError, Restored, RolloutBank, RolloutGroup, scan
 
 __all__ = [
     "SCENARIO", "Disk", "Model", "Step", "Trainer", "call", "ext4", "find_problem", "remount",
-    "require_mounts", "run", "tmpfs",
+    "run", "tmpfs",
 ]  # fmt: skip
 
-NO_MOUNTS = "ARROWBANK_NO_MOUNTS"
-
-
 # -- disks
-
-
-def require_mounts() -> None:
-    """Skip where small disks cannot be expected, fail where they can and are not to be had."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount the small disks that these tests fill")
-    if os.environ.get(NO_MOUNTS) == "1":
-        pytest.skip(f"{NO_MOUNTS}=1: small disks are not mounted")
 
 
 class Disk:
@@ -138,12 +127,9 @@ def _run(*command: str | Path) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except FileNotFoundError:
-        pytest.fail(f"no program {command[0]}: install it, or set {NO_MOUNTS}=1 to leave these tests out")
+        pytest.fail(f"no program {command[0]}: install it")
     except subprocess.CalledProcessError as error:
-        pytest.fail(
-            f"{' '.join(map(str, command))} failed: {error.stderr.strip()}. These tests mount small disks, which needs "
-            f"CAP_SYS_ADMIN and loop devices; set {NO_MOUNTS}=1 to leave them out"
-        )
+        pytest.fail(f"{' '.join(map(str, command))} failed: {error.stderr.strip()}")
 
 
 def _unmount(root: Path) -> None:

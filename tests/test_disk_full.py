@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from small_disks import SCENARIO, Disk, Model, Step, Trainer, call, ext4, find_problem, remount, require_mounts, run
+from machine import require_mounts, require_root
+from small_disks import SCENARIO, Disk, Model, Step, Trainer, call, ext4, find_problem, remount, run
 from small_disks import tmpfs as mounted_tmpfs
 
 from arrowbank import FencedError, RolloutBank, scan
@@ -245,8 +246,7 @@ def test_a_file_system_that_breaks_down_costs_nothing_acknowledged(tmp_path: Pat
 
 
 def test_a_bank_that_may_not_be_written_any_more_costs_nothing() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can give up its rights for a while")
+    require_root("can give up its rights for a while")
     model = Model()
     with tempfile.TemporaryDirectory(prefix="arrowbank-") as directory:
         os.chmod(directory, 0o755)

@@ -19,6 +19,7 @@ import duckdb
 import polars
 import pytest
 from builders import EVERY, build, token_group
+from machine import missing
 
 from arrowbank import BankNotFoundError, BankView, RolloutBank, scan
 from arrowbank.archive import compaction, compactor, merging, view
@@ -426,7 +427,7 @@ def make_device(path: Path) -> None:
     try:
         os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero, which never ends
     except PermissionError:
-        pytest.skip("only root makes devices")
+        missing("only root makes devices")
 
 
 def test_a_view_closes_its_files_when_it_goes(path: Path) -> None:

@@ -19,8 +19,8 @@ from arrowbank.errors import CorruptionError, CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA
 
 __all__ = [
-    "ROW_GROUP_BYTES", "TABLE_BYTES", "check_file", "describe_file", "file_digest", "row_group_end", "told_as_damage",
-    "write_parquet",
+    "ROW_GROUP_BYTES", "TABLE_BYTES", "check_content", "check_file", "describe_file", "descriptor_digest", "file_digest",
+    "row_group_end", "told_as_damage", "write_parquet",
 ]  # fmt: skip
 
 ROW_GROUP_BYTES = 8 << 20
@@ -94,8 +94,13 @@ def check_file(path: Path, file: ArchiveFile) -> None:
         raise CorruptionError(path, "the manifest names this file, and it is not there", hint=_UNCHANGED) from None
     if found != (file.digest, file.nbytes):
         raise CorruptionError(path, "its digest is not the one in the manifest", hint=_UNCHANGED)
+    check_content(path, path, file)
+
+
+def check_content(opened: Path | str, path: Path, file: ArchiveFile) -> None:
+    """Raise CorruptionError unless a file, opened by whatever name, has the archive's columns and as many rows."""
     with told_as_damage(path):
-        metadata = pq.read_metadata(path)
+        metadata = pq.read_metadata(opened)
         if (metadata.num_rows, metadata.schema.to_arrow_schema()) != (file.rows, ARCHIVE_SCHEMA):
             raise ValueError(f"{metadata.num_rows} rows where the manifest says {file.rows}, or other columns")
 

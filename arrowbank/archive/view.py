@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from arrowbank.archive.compaction import Fate, archive_rows, fates
 from arrowbank.archive.healing import drop_undecodable
-from arrowbank.archive.parquet import descriptor_digest, told_as_damage
+from arrowbank.archive.parquet import check_content, descriptor_digest, told_as_damage
 from arrowbank.archive.rows import group_slices, head_of, narrow
 from arrowbank.codec import StoredGroup, decode_group
 from arrowbank.durable.files import open_regular
@@ -167,6 +167,7 @@ class _HeldFiles:
                 if descriptor_digest(descriptor) != (file.digest, file.nbytes):
                     hint = f"{_RESTORE}, or scan with verify=False for what can still be read"
                     raise CorruptionError(path, "its digest is not the one in the manifest", hint=hint)
+                check_content(f"/proc/self/fd/{descriptor}", path, file)
                 self._unverified.discard(descriptor)
             yield f"/proc/self/fd/{descriptor}", file
 
@@ -181,7 +182,12 @@ class _HeldFiles:
             if n_rows is not None:  # counted before the predicate, as polars does
                 rows, n_rows = rows.head(n_rows), max(n_rows - file.rows, 0)
             rows = rows if predicate is None else rows.filter(predicate)
-            yield (rows if columns is None else rows.select(columns)).collect()
+            try:
+                yield (rows if columns is None else rows.select(columns)).collect()
+            except polars.exceptions.PolarsError:
+                with told_as_damage(Path(path)):
+                    pq.read_table(path, page_checksum_verification=True)
+                raise  # of the query, then
             if n_rows == 0:
                 return
 

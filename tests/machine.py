@@ -1,0 +1,74 @@
+"""What some tests need of the machine: root, mounts, strace.
+
+Where that is not to be had they are skipped, and say why. With ARROWBANK_TESTS_REQUIRE=all, as on a machine that is
+there to run all of them, they fail instead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+__all__ = ["missing", "require_mounts", "require_root", "require_strace"]
+
+REQUIRE = "ARROWBANK_TESTS_REQUIRE"
+
+
+def missing(what: str) -> NoReturn:
+    """Skip a test for want of something, or fail where everything is to be there."""
+    if os.environ.get(REQUIRE) == "all":
+        pytest.fail(f"{what} ({REQUIRE}=all)")
+    pytest.skip(what)
+
+
+def require_root(why: str) -> None:
+    if os.geteuid() != 0:
+        missing(f"only root {why}")
+
+
+def require_mounts() -> None:
+    """Small disks are mounted, to be filled and broken: a tmpfs, and ext4 in a file."""
+    trouble = _trouble_with_mounts()
+    if trouble:
+        missing(trouble)
+
+
+def require_strace() -> None:
+    """strace makes system calls fail."""
+    trouble = _trouble_with_strace()
+    if trouble:
+        missing(trouble)
+
+
+@cache
+def _trouble_with_mounts() -> str:
+    if os.geteuid() != 0:
+        return "only root can mount the small disks that are filled here"
+    for program in ("mount", "umount", "mkfs.ext4"):
+        if shutil.which(program) is None:
+            return f"no {program} here: install it"
+    with tempfile.TemporaryDirectory(prefix="arrowbank-") as directory:
+        place, image = Path(directory, "disk"), Path(directory, "image")
+        place.mkdir()
+        image.write_bytes(b"")
+        os.truncate(image, 16 << 20)
+        for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, place], ["umount", place]):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                return f"disks cannot be mounted here: {done.stderr.strip()}"
+    return ""
+
+
+@cache
+def _trouble_with_strace() -> str:
+    if shutil.which("strace") is None:
+        return "no strace here: install it"
+    done = subprocess.run(["strace", "-qq", "-o", "/dev/null", "true"], capture_output=True, text=True, check=False)
+    return f"strace may not trace here: {done.stderr.strip()}" if done.returncode else ""
