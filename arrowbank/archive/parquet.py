@@ -19,8 +19,8 @@ from arrowbank.errors import CorruptionError, CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA
 
 __all__ = [
-    "ROW_GROUP_BYTES", "TABLE_BYTES", "check_content", "check_file", "describe_file", "descriptor_digest", "file_digest",
-    "row_group_end", "told_as_damage", "write_parquet",
+    "ROW_GROUP_BYTES", "TABLE_BYTES", "check_content", "check_file", "describe_file", "descriptor_digest",
+    "file_digest", "row_group_end", "told_as_damage", "write_parquet",
 ]  # fmt: skip
 
 ROW_GROUP_BYTES = 8 << 20
