@@ -135,6 +135,19 @@ def test_a_draw_that_a_damaged_journal_may_hide_is_given_up_once(path: Path) -> 
     assert len(list((path / "quarantine").glob("*.json"))) == 1
 
 
+def test_what_a_damaged_journal_may_hide_is_not_forgotten_by_a_session_that_did_not_accept_it(path: Path) -> None:
+    killed(path)
+    (journal,) = (path / "journal").iterdir()
+    with journal.open("r+b") as file:  # closed, and junk behind the end
+        file.seek(0, os.SEEK_END)
+        file.write(bytes.fromhex("ffffffff00000000") + b"junk" * 8 + bytes.fromhex("ffffffff00000000"))
+    for number in range(2):
+        with kill(path) as bank:
+            with pytest.raises(CorruptRecordError, match="may be hidden"):
+                bank.restore(0)
+            bank.append(token_group(10 + number))
+
+
 def test_a_sealed_record_that_is_no_group_costs_that_record(path: Path) -> None:
     """As another program might write it: the seal matches, the rows do not."""
     uids = killed(path)

@@ -60,7 +60,7 @@ class BankView:
     """Rows that are not archived: ``outcome`` is null for those that are pending or planned."""
     damage: tuple[str, ...]
     """One line for each damaged place of the segments and journals, whose groups are not here. A kill leaves torn
-    ones; the next open by a trainer takes them away."""
+    ones, which the next open by a trainer takes away; a record that is being written looks torn, too."""
     _held: _HeldFiles = field(repr=False, compare=False)
 
     def to_arrow(self) -> pa.Table:

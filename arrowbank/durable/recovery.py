@@ -102,15 +102,15 @@ def _judge(part: _Part, state: State) -> None:
     """Say what a part's damage may hide, and leave out what came after it was sealed."""
     name, sealed = str(part.name), state.facts.records.get(str(part.name))
     found = part.entries[-1][0].sequence + 1 if part.entries else 0
-    if sealed is None:
-        state.unsealed[name] = found
-    elif found < sealed:  # its end is gone: no torn tail, since all of it was acknowledged
+    if sealed is not None and found < sealed:  # its end is gone: no torn tail, since all of it was acknowledged
         place = part.damage.pop() if part.damage and part.damage[-1].lost is None else _gap(name, None)
         part.damage.append(replace(place, torn=False, lost=sealed - found))
-    else:
+    elif sealed is not None:
         part.entries = [(record, entry) for record, entry in part.entries if record.sequence < sealed]
         part.damage = [place if place.lost is not None else replace(place, lost=0) for place in part.damage]
     hiding = [place for place in part.damage if not place.torn and place.lost != 0]
+    if sealed is None and not hiding:
+        state.unsealed[name] = found
     state.hidden[:0] = [(place, _iterations_around(place, part.entries)) for place in hiding]
 
 
