@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import token_group
-from runs import train
+from runs import archived_rows, train
 
 from arrowbank import BankClosedError, RolloutBank, scan
 from arrowbank.archive.store import ArchiveStore
@@ -136,3 +138,24 @@ def test_nothing_stays_open_behind_a_closed_bank(path: Path) -> None:
     assert threading.active_count() == threads
     assert descriptors() == before  # the groups are mapped still
     assert given[-1].pending["math"][0].rollouts == token_group(1).rollouts
+
+
+def test_while_the_interpreter_ends_compaction_is_done_by_the_caller(path: Path) -> None:
+    """The main thread has ended, another one trains on: no thread can be started any more."""
+    code = """
+import sys, threading
+from builders import token_group
+from runs import train
+from arrowbank import RolloutBank
+
+def run():
+    threading.main_thread().join()
+    with RolloutBank.open(sys.argv[1], keep_checkpoints=1) as bank:
+        bank.restore(0)
+        train(bank, range(3))
+        bank.close(final=True)
+
+threading.Thread(target=run).start()
+"""
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, cwd=Path(__file__).parent)
+    assert len({uid for uid, _ in archived_rows(path)}) == 6

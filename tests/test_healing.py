@@ -148,6 +148,21 @@ def test_what_a_damaged_journal_may_hide_is_not_forgotten_by_a_session_that_did_
             bank.append(token_group(10 + number))
 
 
+def test_nothing_is_compacted_while_a_journal_may_hide_a_draw(path: Path) -> None:
+    with RolloutBank.open(path) as bank:
+        bank.restore(0)
+        uids = bank.append_many([token_group(number) for number in range(3)])
+        bank.mark_consumed(uids[:1], 0)
+        bank.evict(uids[1:], "no use")
+        bank.begin_iteration(1)
+    (journal,) = (path / "journal").iterdir()
+    flip(journal, 600)
+    with RolloutBank.open(path) as bank:
+        bank.close(final=True)
+    with RolloutBank.open(path) as bank, pytest.raises(CorruptRecordError, match="may be hidden"):
+        bank.restore(0)
+
+
 def test_a_sealed_record_that_is_no_group_costs_that_record(path: Path) -> None:
     """As another program might write it: the seal matches, the rows do not."""
     uids = killed(path)

@@ -9,8 +9,10 @@ from typing import Any
 
 import polars
 import pytest
+from builders import token_group
+from runs import kill
 
-from arrowbank import FencedError
+from arrowbank import FencedError, RolloutBank
 from arrowbank.durable import files
 from arrowbank.durable.journal import (
     Abandoned,
@@ -27,6 +29,7 @@ from arrowbank.durable.layout import BankPaths, JournalName
 from arrowbank.durable.manifest import create_manifest
 from arrowbank.durable.recovery import read_state
 from arrowbank.durable.segment import SegmentFacts
+from arrowbank.durable.stream import StreamWriter
 from arrowbank.errors import CorruptRecordError
 
 MANIFEST = create_manifest()
@@ -181,3 +184,39 @@ def test_no_descriptor_is_left_open(paths: BankPaths) -> None:
     journal.close()
     journal.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "planted")])
+@pytest.mark.parametrize("call", ["pwritev", "fsync", "link", "unlink"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_part_whose_creation_was_cut_short_is_not_missed(
+    path: Path, monkeypatch: pytest.MonkeyPatch, error: Any, call: str, is_late: bool
+) -> None:
+    """Before or after the call had its effect; then a kill before the next part has its first record."""
+    bank = RolloutBank.open(path)
+    real = getattr(os, call)
+
+    def fails(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(os, call, real)
+        if is_late:
+            real(*args, **options)
+        raise error
+
+    monkeypatch.setattr(os, call, fails)
+    with pytest.raises((KeyboardInterrupt, OSError)):
+        bank.restore(0)
+    append = StreamWriter.append
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamWriter, "append", killed)
+        with pytest.raises(InterruptedError):
+            bank.restore(0)
+    assert StreamWriter.append is append
+    with kill(path) as again:
+        assert again.restore(0).report.damage == ()
+        again.append(token_group(1))
+    with RolloutBank.open(path) as last:
+        assert last.restore(0).report.pending_groups == 1
+
+
+def killed(*_: Any) -> None:
+    raise InterruptedError("as by a kill")

@@ -130,9 +130,11 @@ class Archivist:
     # -- what the compactor asks
 
     def _plan(self, settled_by: int) -> Task | None:
-        """Tell the compactor what is finished."""
+        """Tell the compactor what is finished; nothing, while a damaged journal may hide what became of it."""
         with self._lock:
             self._check_fence()
+            if self._ledger.state.hidden:
+                return None
             # In this order: a segment that was made before the first look and is not active at the second one gets
             # no more groups, and those it has got are among the arrivals.
             state = self._ledger.state

@@ -44,7 +44,10 @@ class Compactor:
         """Archive what checkpoint ``settled_by`` settles, soon. last: leave nothing retired behind."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="arrowbank-compact")
-        self._running = self._executor.submit(self._run, settled_by, last)
+        try:
+            self._running = self._executor.submit(self._run, settled_by, last)
+        except RuntimeError:  # the interpreter is on its way out, and starts no threads any more
+            self._run(settled_by, last)
 
     @property
     def is_running(self) -> bool:

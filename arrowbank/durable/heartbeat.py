@@ -28,11 +28,13 @@ class Heartbeat:
     def __init__(self, path: Path) -> None:
         self._path = os.fspath(path)
         self._stopped = threading.Event()
-        threading.Thread(target=self._run, name="arrowbank-heartbeat", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="arrowbank-heartbeat", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
-        """Beat no more. Does not wait."""
+        """Beat no more. Does not wait for a beat that hangs in the file system."""
         self._stopped.set()
+        self._thread.join(BEAT_S)
 
     def _run(self) -> None:
         failed = False

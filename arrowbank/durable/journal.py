@@ -266,13 +266,18 @@ class Journal:
             return self._stream
         self._leave_part()
         name = str(JournalName(self._session, self._part))
-        self._part += 1  # whatever happens: a failed creation may have given the name away
-        tmp = self._paths.session_tmp(self._session)
+        path = self._paths.journal / name
         try:
-            self._stream = StreamWriter.create(self._paths.journal / name, tmp, self._bank_id, JOURNAL_SCHEMA)
-        except OSError:
-            self._abandoned.append(Abandoned(name, 0, 0))  # or the missing part would look like a lost one
-            self._check_fence()  # a takeover takes tmp/ away: say that rather than "no such file"
+            self._stream = StreamWriter.create(
+                path, self._paths.session_tmp(self._session), self._bank_id, JOURNAL_SCHEMA
+            )
+            self._part += 1
+        except BaseException as error:
+            if path.exists():  # its name was given away; a part that is missing would look like a lost one
+                self._abandoned.append(Abandoned(name, 0, 0))
+                self._part += 1
+            if isinstance(error, OSError):
+                self._check_fence()  # a takeover takes tmp/ away: say that rather than "no such file"
             raise
         return self._stream
 
