@@ -248,7 +248,9 @@ class Journal:
                     stream.close()
 
     def _annul(self, stream: StreamWriter, abandoned: Abandoned) -> None:
-        """Say in a file of a session that lost its place that what it just wrote does not count."""
+        """Say in a file of a session that lost its place that what it just wrote does not count, if it still can."""
+        if stream.poisoned:
+            return
         try:
             stream.append([self._template.build(*_encode(abandoned))])
         except OSError as error:
