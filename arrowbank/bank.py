@@ -1,7 +1,8 @@
 """RolloutBank: the facade over segments, journal, line and archive.
 
 Locks, in the order in which they may be taken: the bank's (line and groups), then those of journal, appender and
-archive. Whoever writes records or commits the archive never takes the bank's lock.
+archive. Who writes records or commits the archive never takes the bank's. It is taken by a plain ``with`` only: an
+interrupt inside a context manager of ours would leave it taken.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -56,7 +57,6 @@ class RolloutBank:
         self._gauge = Gauge(paths.root, max_bytes, lambda: self.live_bytes)
         self._keep_checkpoints = keep_checkpoints
         self._lock = threading.RLock()
-        self._retries: set[str] = set()
         self._begin_session(claim)
         exits.watch(self)
 
@@ -130,9 +130,7 @@ class RolloutBank:
         )
         has_groups = bool(state.groups) or bool(manifest.files)
         self._ledger = Ledger(self._paths, claim.session, state, self._journal, self._appender, must_restore=has_groups)
-        self._intake = Intake(
-            self._appender, session=claim.session, writer=_MAIN, retries=self._retries, on_written=self._gauge.rose
-        )
+        self._intake = Intake(self._appender, session=claim.session, writer=_MAIN, on_written=self._gauge.rose)
         self._archivist = Archivist(
             self._store,
             self._ledger,
@@ -171,14 +169,6 @@ class RolloutBank:
             raise BankClosedError(
                 f"{self._paths.root}: this handle belongs to process {self._pid}, which forked this one; use it there"
             )
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Take the lock of a handle that is open, before and after the wait for it."""
-        self._require_open()
-        with self._lock:
-            self._require_open()
-            yield
 
     # -- what it says of itself
     @property
@@ -251,7 +241,9 @@ class RolloutBank:
             raise ValueError(f"restore({iteration}): a checkpoint counts complete iterations, 0 or more")
         while True:
             self._compactor.wait()  # without the lock, which planning takes
-            with self._turn():
+            self._require_open()
+            with self._lock:
+                self._require_open()
                 if not self._compactor.is_running:
                     return self._restore(iteration, mode, session, accept_damage)
 
@@ -293,7 +285,9 @@ class RolloutBank:
     def begin_iteration(self, iteration: int) -> None:
         """Say that groups finished from now on are collected at ``iteration``. Iterations only go up."""
         iteration = operator.index(iteration)
-        with self._turn():
+        self._require_open()
+        with self._lock:
+            self._require_open()
             line = self._ledger.line
             floor = max(self._iteration, line.resumed)
             if iteration < floor:
@@ -366,7 +360,9 @@ class RolloutBank:
         """
         kept = None if state is None else bytes(memoryview(state))
         drawn = Drawn(operator.index(iteration), _uids(uids), operator.index(span), kept)
-        with self._turn():
+        self._require_open()
+        with self._lock:
+            self._require_open()
             self._ledger.draw(drawn)
 
     def evict(self, uids: Iterable[str], reason: str) -> None:
@@ -380,7 +376,9 @@ class RolloutBank:
         names = _uids(uids)
         if not isinstance(reason, str) or not reason:
             raise ValueError(f"evict: say the reason in words, not {reason!r}")
-        with self._turn():
+        self._require_open()
+        with self._lock:
+            self._require_open()
             self._ledger.evict(names, reason)
 
     def checkpoint(self, iteration: int, *, wait: bool = False) -> None:
@@ -393,7 +391,9 @@ class RolloutBank:
         Raises: InvalidDrawError beyond the last begun iteration + 1; FencedError; OSError.
         """
         iteration = operator.index(iteration)
-        with self._turn():
+        self._require_open()
+        with self._lock:
+            self._require_open()
             if self._ledger.checkpoint(iteration) or (wait and self._compactor.error is not None):
                 self._compactor.start(self._archivist.horizon(self._keep_checkpoints))
         if wait:
@@ -407,10 +407,12 @@ class RolloutBank:
 
         final: the run is over; everything that its last checkpoint settles, and all evicted, is archived first. After a
         compaction that failed, another one is tried.
-        Raises: what compaction met last; OSError. The bank is given back all the same.
+        Raises: what compaction met last; OSError; the bank is given back all the same. RuntimeError in a signal handler
+        that interrupted a call.
         """
         if os.getpid() != self._pid:
             return
+        exits.refuse_inside_a_write("close()")
         with self._lock:
             if self._closed:
                 return

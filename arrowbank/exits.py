@@ -11,11 +11,11 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
-import weakref
 from typing import Protocol
 
-__all__ = ["forget", "watch"]
+__all__ = ["forget", "refuse_inside_a_write", "watch"]
 
 _log = logging.getLogger("arrowbank")
 
@@ -24,7 +24,9 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
-_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+_open: set[Closable] = set()
+"""Also those that nobody else refers to any more: they hold their bank until they are closed."""
+_WRITING = ("appender.py", "journal.py", "store.py")
 
 
 def watch(bank: Closable) -> None:
@@ -47,6 +49,19 @@ def forget(bank: Closable) -> None:
         _restore_sigterm()
 
 
+def refuse_inside_a_write(what: str) -> None:
+    """Raise RuntimeError in a signal handler that interrupted this thread's writing: it'd wait for itself."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        place = frame.f_code.co_filename
+        if place.endswith(_WRITING) and f"{os.sep}arrowbank{os.sep}" in place:
+            raise RuntimeError(
+                f"{what} was called by a signal handler that interrupted a call of the same thread on the bank. Let "
+                "the handler raise SystemExit, and close the bank where that arrives, as a with block does"
+            )
+
+
 def _leave(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
@@ -60,11 +75,31 @@ def _close_all() -> None:
 
 
 def _restore_sigterm() -> None:
-    """Also in a forked child, which has no bank open: it ends at once, as it did before."""
     with contextlib.suppress(ValueError):  # a fork in another thread than the main one
         if signal.getsignal(signal.SIGTERM) is _leave:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    """Hold SIGTERM back: one that came to the child before it is as it was would be lost there."""
+    is_ours = signal.getsignal(signal.SIGTERM) is _leave
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if is_ours else None
+
+
+def _after_fork() -> None:
+    if _forking.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _in_child() -> None:
+    """It has no bank open, and ends by SIGTERM at once, as it did before."""
+    _open.clear()
+    _restore_sigterm()
+    _after_fork()
+
+
 atexit.register(_close_all)
-os.register_at_fork(after_in_child=_restore_sigterm)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)

@@ -1,13 +1,17 @@
-"""A bank to try things on."""
+"""A bank to try things on, and places for more."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from machine import in_memory
 
 from arrowbank import RolloutBank
+
+pytest.register_assert_rewrite("damaged_banks")  # else its failed assertions tell no values
 
 
 @pytest.fixture
@@ -22,3 +26,10 @@ def bank(path: Path) -> Iterator[RolloutBank]:
     with RolloutBank.open(path) as bank:
         bank.restore(0)
         yield bank
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Path]:
+    """A directory for all tests of a file, in memory where there is one: thousands of copies are made in it."""
+    with tempfile.TemporaryDirectory(prefix="arrowbank-", dir=in_memory()) as directory:
+        yield Path(directory)

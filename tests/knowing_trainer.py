@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import pyarrow.parquet as pq
 from hypothesis import note
+from machine import in_memory
 from plain_model import Fate, Group, Mode, PlainModel, Trained, Weights
 
 from arrowbank import HistoryGoneError, RolloutBank, scan
@@ -26,7 +27,6 @@ from arrowbank.types import RolloutGroup, TokenRollout
 
 __all__ = ["KillSwitch", "KnowingTrainer", "drop"]
 
-IN_MEMORY = "/dev/shm"  # syncing costs nothing there
 COLUMNS = [
     "group_uid", "member_index", "outcome", "consumed_iteration", "consumed_draw", "consumed_position", "span",
     "evict_reason",
@@ -96,8 +96,7 @@ class KnowingTrainer:
 
     def __init__(self) -> None:
         super().__init__()
-        place = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
-        self.root = Path(tempfile.mkdtemp(prefix="histories-", dir=place))
+        self.root = Path(tempfile.mkdtemp(prefix="histories-", dir=in_memory()))
         self.path = self.root / "bank"
         self.worlds = [PlainModel()]
         """What may have happened: after a death inside a call it was made, or was not."""

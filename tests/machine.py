@@ -1,4 +1,4 @@
-"""What some tests need of the machine: root, mounts, strace.
+"""What some tests need of the machine: root, mounts, strace; and a place in memory.
 
 Where that is not to be had they are skipped, and say why. With ARROWBANK_TESTS_REQUIRE=all, as on a machine that is
 there to run all of them, they fail instead.
@@ -16,9 +16,15 @@ from typing import NoReturn
 
 import pytest
 
-__all__ = ["missing", "require_mounts", "require_root", "require_strace"]
+__all__ = ["in_memory", "missing", "require_mounts", "require_root", "require_strace"]
 
 REQUIRE = "ARROWBANK_TESTS_REQUIRE"
+
+
+def in_memory() -> Path | None:
+    """A directory without a disk behind it, where there is one: thousands of syncs cost nothing there."""
+    shared = Path("/dev/shm")
+    return shared if os.access(shared, os.W_OK) else None
 
 
 def missing(what: str) -> NoReturn:

@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from builders import token_group
+from machine import in_memory
 
 from arrowbank import RolloutBank, scan
 from arrowbank.archive import merging
@@ -50,9 +51,7 @@ def failing_once(call: str, at: int) -> Iterator[list[int]]:
 @pytest.fixture
 def memory() -> Iterator[Path]:
     """A directory without a disk behind it, where there is one: thousands of syncs cost nothing there."""
-    shared = Path("/dev/shm")
-    place = shared if os.access(shared, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="arrowbank-", dir=place) as directory:
+    with tempfile.TemporaryDirectory(prefix="arrowbank-", dir=in_memory()) as directory:
         yield Path(directory)
 
 

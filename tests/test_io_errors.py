@@ -37,7 +37,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import pytest
-from machine import missing, require_strace
+from machine import in_memory, missing, require_strace
 from runs import archived_rows
 from runs import train as train_iterations
 from small_disks import SCENARIO, Model, Step, Trainer, call, find_problem
@@ -297,9 +297,10 @@ def check_nothing_failed_is_trusted(log: list[str]) -> None:
 @pytest.fixture(scope="module")
 def tracer() -> Iterator[Tracer]:
     require_strace()
-    shared = Path("/dev/shm")
-    place = shared if os.access(shared, os.W_OK) else None  # without a disk: thousands of syncs cost nothing
-    with tempfile.TemporaryDirectory(prefix="arrowbank-", dir=place) as directory, Tracer(Path(directory)) as tracer:
+    with (
+        tempfile.TemporaryDirectory(prefix="arrowbank-", dir=in_memory()) as directory,
+        Tracer(Path(directory)) as tracer,
+    ):
         if not tracer.may_trace():
             missing("strace may not trace a running process here")
         yield tracer

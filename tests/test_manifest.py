@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from builders import token_group
+from runs import tree
 
 from arrowbank import RolloutBank, scan
 from arrowbank.durable.layout import BankPaths, SegmentName
@@ -28,13 +29,6 @@ def paths(tmp_path: Path) -> BankPaths:
     with RolloutBank.open(paths.root) as bank:
         bank.append(token_group(1))
     return paths
-
-
-def tree(root: Path) -> dict[str, Any]:
-    return {
-        str(path.relative_to(root)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
-        for path in root.rglob("*")
-    }
 
 
 def rewrite(paths: BankPaths, **changes: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from builders import token_group
+from runs import tree
 
 from arrowbank import CorruptionError, CorruptRecordError, RolloutBank
 from arrowbank.durable.layout import BankPaths
@@ -51,10 +52,6 @@ def damage(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 0x10
     path.write_bytes(data)
-
-
-def tree(root: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def test_live_groups_come_in_the_order_they_were_appended(tmp_path: Path) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import shutil
-import socket
-import stat
 import sys
 import threading
 from collections import Counter
@@ -19,66 +16,18 @@ import duckdb
 import polars
 import pytest
 from builders import EVERY, build, token_group
-from machine import missing
+from runs import archive_three, tree
 
-from arrowbank import BankNotFoundError, BankView, RolloutBank, scan
+from arrowbank import BankNotFoundError, RolloutBank, scan
 from arrowbank.archive import compaction, compactor, merging, view
 from arrowbank.durable import files
 from arrowbank.durable.layout import BankPaths
-from arrowbank.durable.manifest import read_manifest
-from arrowbank.errors import CorruptionError
 from arrowbank.schema import ARCHIVE_SCHEMA
 
 
 def outcomes(path: Path) -> dict[str, str | None]:
     table = scan(path).to_arrow()
     return dict(zip(table["group_uid"].to_pylist(), table["outcome"].to_pylist(), strict=True))
-
-
-def tree(path: Path) -> dict[str, Any]:
-    return {
-        str(entry): (entry.lstat().st_mtime_ns, entry.lstat().st_ino, entry.is_file() and entry.read_bytes())
-        for entry in [path, *path.rglob("*")]
-    }
-
-
-def archived_file(path: Path) -> Path:
-    """The real path of the first file that the manifest names."""
-    manifest = read_manifest(BankPaths(path))
-    return BankPaths(path).version(manifest.version) / manifest.files[0].name
-
-
-def archive_three(path: Path, *, files: int = 1) -> None:
-    """Make a bank of three settled groups in a few files, and a pending one."""
-    with RolloutBank.open(path, keep_checkpoints=1) as bank:
-        bank.restore(0)
-        for at in range(3):
-            bank.begin_iteration(at)
-            bank.mark_consumed([bank.append(token_group(at))], at)
-            if at >= 3 - files:
-                bank.begin_iteration(at + 1)
-                bank.checkpoint(at + 1, wait=True)
-        bank.append(token_group(9))
-    assert len(read_manifest(BankPaths(path)).files) == files
-
-
-def flip(path: Path, place: int, bit: int = 0) -> None:
-    """Flip a bit of a copy that takes the file's place."""
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1 << bit
-    fresh = path.with_name("flipped")
-    fresh.write_bytes(content)
-    fresh.replace(path)
-
-
-FORMS: dict[str, Callable[[BankView], Any]] = {
-    "arrow": BankView.to_arrow,
-    "polars": lambda view: view.to_polars().collect(),
-    "polars, streaming": lambda view: view.to_polars().select("reward").collect(engine="streaming"),
-    "pandas": BankView.to_pandas,
-    "duckdb": BankView.to_duckdb,
-    "groups": lambda view: list(view.groups()),
-}
 
 
 def settle_one(bank: RolloutBank, at: int, group: Any = None) -> str:
@@ -265,22 +214,6 @@ def test_a_view_made_while_the_manifest_changes_is_made_again(path: Path, monkey
     assert len(tries) == 4
 
 
-def test_a_missing_archive_file_is_an_error_that_names_it(path: Path) -> None:
-    with RolloutBank.open(path, keep_checkpoints=1) as bank:
-        bank.restore(0)
-        settle_one(bank, 0)
-        settle_one(bank, 1)
-        bank.close(final=True)
-    file = archived_file(path)
-    file.unlink()
-    with pytest.raises(CorruptionError, match=r"is not there.*from a copy") as raised:
-        scan(path)
-    assert raised.value.path == str(file)
-    file.parent.rename(path / "elsewhere")
-    with pytest.raises(CorruptionError, match="is not there"):
-        scan(path)
-
-
 def test_a_segment_that_vanishes_while_the_directory_is_read_is_no_error(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,18 +228,6 @@ def test_a_segment_that_vanishes_while_the_directory_is_read_is_no_error(
 
     monkeypatch.setattr(Path, "iterdir", with_a_ghost)
     assert scan(path).to_arrow().num_rows == 4
-
-
-def test_links_in_a_strangers_bank_are_not_followed(path: Path, tmp_path: Path) -> None:
-    with RolloutBank.open(path) as bank:
-        bank.append(token_group(1))
-    (path / "segments").rename(tmp_path / "elsewhere")
-    (path / "segments").symlink_to(tmp_path / "elsewhere")
-    before = tree(tmp_path)
-    for attempt in (scan, RolloutBank.open):
-        with pytest.raises(CorruptionError, match="symbolic link"):
-            attempt(path)
-    assert tree(tmp_path) == before
 
 
 def test_a_view_outlives_merges_and_restores_below_the_horizon(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,106 +249,6 @@ def test_a_view_outlives_merges_and_restores_below_the_horizon(path: Path, monke
         assert sorted(view.to_arrow()["group_uid"].to_pylist()) == before
         assert sorted(lazy.collect()["group_uid"].to_list()) == before
         assert len({group.uid for group in view.groups()}) == 4
-
-
-def test_every_bit_flipped_in_an_archived_file_is_an_error_and_never_other_rows(path: Path) -> None:
-    archive_three(path)
-    file = archived_file(path)
-    whole = file.read_bytes()
-    rng = random.Random(1)
-    forms = [FORMS[name] for name in ("arrow", "polars", "groups")]
-    for number in range(300):
-        place, bit = rng.randrange(len(whole)), rng.randrange(8)
-        flip(file, place, bit)
-        with pytest.raises(CorruptionError, match=r"digest.*from a copy") as raised:
-            pytest.fail(f"bit {bit} of byte {place} passed: {forms[number % 3](scan(path))}")
-        assert raised.value.path == str(file)
-        file.write_bytes(whole)
-    assert scan(path).to_arrow().num_rows == 16
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("damage", ["cut", "longer", "first byte", "last byte"])
-def test_no_form_reads_a_damaged_file(path: Path, form: str, damage: str) -> None:
-    archive_three(path)
-    file = archived_file(path)
-    if damage == "cut":
-        os.truncate(file, file.stat().st_size - 1)
-    elif damage == "longer":
-        os.truncate(file, file.stat().st_size + 1)
-    else:
-        flip(file, 0 if damage == "first byte" else -1)
-    view = scan(path)
-    for _ in range(2):
-        with pytest.raises(CorruptionError, match="digest"):
-            FORMS[form](view)
-
-
-def test_a_lazy_frame_says_of_damage_only_when_it_is_collected(path: Path) -> None:
-    archive_three(path)
-    flip(archived_file(path), -9)  # in the length of the footer
-    lazy = scan(path).to_polars().filter(polars.col("reward") > 0)
-    assert lazy.collect_schema().names() == ARCHIVE_SCHEMA.names
-    with pytest.raises(CorruptionError, match="digest"):
-        lazy.collect()
-
-
-def test_groups_of_a_whole_file_come_before_the_error_of_the_next(path: Path) -> None:
-    archive_three(path, files=2)
-    last = BankPaths(path).version(1) / read_manifest(BankPaths(path)).files[-1].name
-    flip(last, 100)
-    found = scan(path).groups()
-    assert [group.uid is not None for group in (next(found), next(found))] == [True, True]
-    with pytest.raises(CorruptionError, match=last.name):
-        next(found)
-
-
-def test_a_file_is_verified_once_a_view_and_without_verify_never(path: Path) -> None:
-    archive_three(path)
-    file = archived_file(path)
-    old, unverified = scan(path), scan(path, verify=False)
-    rows = old.to_arrow()
-    with file.open("r+b") as there:  # the file itself, which the views hold
-        there.seek(file.read_bytes().index(b"parquet-cpp-arrow"))
-        there.write(b"P")
-    for found in (old, unverified):
-        assert found.to_arrow() == rows
-        assert found.to_polars().collect().height == found.to_pandas().shape[0] == len(list(found.groups())) * 4 == 16
-    with pytest.raises(CorruptionError):
-        scan(path).to_arrow()
-
-
-@pytest.mark.parametrize("kind", ["link", "FIFO", "directory", "socket", "device"])
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(
-    path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    archive_three(path)
-    file = archived_file(path)
-    file.rename(path / "tmp" / "elsewhere")
-    if kind == "link":
-        file.symlink_to(path / "tmp" / "elsewhere")
-    elif kind == "FIFO":
-        os.mkfifo(file)
-    elif kind == "directory":
-        file.mkdir()
-    elif kind == "socket":
-        monkeypatch.chdir(file.parent)  # its whole path may be too long
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(file.name)
-    else:
-        make_device(file)
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(CorruptionError, match="not a regular file") as raised:
-        scan(path)
-    assert raised.value.path == str(file)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
-def make_device(path: Path) -> None:
-    try:
-        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero, which never ends
-    except PermissionError:
-        missing("only root makes devices")
 
 
 def test_a_view_closes_its_files_when_it_goes(path: Path) -> None:

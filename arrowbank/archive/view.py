@@ -31,7 +31,7 @@ from arrowbank.durable.layout import BankPaths
 from arrowbank.durable.manifest import ArchiveFile, Manifest, read_manifest
 from arrowbank.durable.recovery import State, read_state
 from arrowbank.durable.segment import describe
-from arrowbank.errors import CorruptionError, CorruptRecordError
+from arrowbank.errors import ArrowbankError, CorruptionError, CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA
 from arrowbank.types import RolloutGroup, Rollouts
 
@@ -204,7 +204,8 @@ def scan(path: str | Path, *, live: bool = True, verify: bool = True) -> BankVie
 
     ``live=False`` leaves out what is not archived yet. ``verify=False`` spares reading each archived file whole, once
     a view, for its digest, as may be wanted of a very large archive. Needs no lock.
-    Raises: BankNotFoundError, CorruptManifestError, FormatVersionError, SchemaMismatchError, CorruptionError.
+    Raises: BankNotFoundError, CorruptManifestError, FormatVersionError, SchemaMismatchError, CorruptionError;
+    ArrowbankError when the archive never stood still long enough.
     """
     paths = BankPaths(Path(path))
     paths.refuse_strangers(link=False)
@@ -218,7 +219,7 @@ def scan(path: str | Path, *, live: bool = True, verify: bool = True) -> BankVie
             continue
         if read_manifest(paths).commit == manifest.commit:
             return view
-    return view
+    raise ArrowbankError(f"{paths.root}: the archive changed {_TRIES} times while it was being read; scan it again")
 
 
 def _view(paths: BankPaths, manifest: Manifest, *, live: bool, verify: bool) -> BankView:

@@ -79,6 +79,12 @@ class Appender:
         self._queue: deque[Ticket] = deque()
         self._streams: dict[int, tuple[SegmentName, StreamWriter]] = {}
         self._parts: dict[int, int] = {}
+        self._batch: deque[Ticket] = deque()
+        """Being written now."""
+        self._durable: tuple[SegmentName, int, list[GroupRef], int] | None = None
+        """Set once the batch is on the disk, and nobody else's: its segment, the end of that, its groups, its bytes."""
+        self._error: Exception | None = _interrupted()
+        """What the batch's tickets are to be told, unless it is durable."""
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -107,6 +113,7 @@ class Appender:
     def flush(self) -> None:
         """Write whatever waits."""
         with self._lock:
+            self._settle()
             while self._queue:
                 self._write_waiting()
 
@@ -150,23 +157,37 @@ class Appender:
                     self._write_waiting()
 
     def _write_waiting(self) -> None:
-        """Write one batch of waiting tickets, all of one iteration. Holds the lock."""
-        batch = self._next_batch()
-        if not batch:
-            return
-        error: Exception | None = None
+        """Write one batch of waiting tickets, all of one iteration. Holds the lock.
+
+        An interrupt (Ctrl-C) may come between any two steps, the last ones among them: then whoever comes next settles
+        what became of the batch. What is durable is never told to be lost, and nobody waits for ever.
+        """
+        self._settle()
         try:
-            self._write(batch)
+            self._choose_batch()
+            if self._batch:
+                self._write()
         except Exception as caught:  # whatever it is: every waiting ticket is told, and raises it in its own thread
-            error = caught
-        except BaseException:
-            error = OSError(errno.EINTR, "the thread that wrote this was interrupted; the group is not in the bank")
-            raise
+            self._error = caught
         finally:
-            for ticket in batch:
-                ticket.error, ticket.done = error, True
-            for ticket in batch:
-                self._notify(ticket)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Tell every ticket of the batch what has become of it. May be interrupted, and done again."""
+        if self._durable is not None:
+            name, offset, refs, nbytes = self._durable
+            self.sizes[name] = offset
+            self.arrived.extend(refs)  # perhaps once more: they are the same
+            self._error = None
+            self._durable = None
+            self.commits, self.groups, self.nbytes = self.commits + 1, self.groups + len(refs), self.nbytes + nbytes
+        error = self._error
+        while self._batch:
+            ticket = self._batch[0]
+            ticket.error, ticket.done = error, True
+            self._notify(ticket)
+            self._batch.popleft()
+        self._error = _interrupted()
 
     def _notify(self, ticket: Ticket) -> None:
         try:
@@ -175,21 +196,21 @@ class Appender:
         except Exception:  # nobody else's append may fail or hang for it
             _log.exception("telling that an append was written failed")
 
-    def _next_batch(self) -> list[Ticket]:
+    def _choose_batch(self) -> None:
         with self._gate:
-            if not self._queue:
-                return []
-            batch = [self._queue.popleft()]
-            nbytes = sum(map(len, batch[0].messages))
-            while self._queue and self._queue[0].iteration == batch[0].iteration:
-                nbytes += sum(map(len, self._queue[0].messages))
-                if nbytes > self.MAX_BATCH_BYTES:
+            nbytes = 0
+            while self._queue:
+                ticket = self._queue[0]
+                nbytes += sum(map(len, ticket.messages))
+                is_apart = self._batch and ticket.iteration != self._batch[0].iteration
+                if is_apart or (self._batch and nbytes > self.MAX_BATCH_BYTES):
                     break
-                batch.append(self._queue.popleft())
-            return batch
+                if not ticket.done:  # one that is was interrupted right here
+                    self._batch.append(ticket)
+                self._queue.popleft()
 
-    def _write(self, batch: list[Ticket]) -> None:
-        iteration = batch[0].iteration
+    def _write(self) -> None:
+        iteration = self._batch[0].iteration
         self._check_fence()
         try:
             name, stream = self._streams.get(iteration) or self._open(iteration)
@@ -197,21 +218,20 @@ class Appender:
             self._check_fence()  # a takeover takes tmp/ away: say that rather than "no such file"
             raise
         first = stream.records
-        messages = [message for ticket in batch for message in ticket.messages]
+        messages = [message for ticket in self._batch for message in ticket.messages]
+        heads = (head for ticket in self._batch for head in ticket.heads)
+        refs = [GroupRef(head["uid"], name, at, head) for at, head in enumerate(heads, first)]
+        nbytes = sum(map(len, messages))
         try:
             stream.append(messages)
             self._check_fence()
+            self._durable = name, stream.offset, refs, nbytes
         except BaseException as error:
-            self._give_up(iteration, first, len(messages))
-            if isinstance(error, OSError):
-                self._check_fence()  # a takeover takes damaged segments away
+            if self._durable is None:
+                self._give_up(iteration, first, len(messages))
+                if isinstance(error, OSError):
+                    self._check_fence()  # a takeover takes damaged segments away
             raise
-        self.commits += 1
-        self.groups += len(messages)
-        self.nbytes += sum(map(len, messages))
-        self.sizes[name] = stream.offset
-        heads = (head for ticket in batch for head in ticket.heads)
-        self.arrived.extend(GroupRef(head["uid"], name, at, head) for at, head in enumerate(heads, first))
 
     def _give_up(self, iteration: int, first: int, count: int) -> None:
         """Never write to the iteration's segment again, and journal which of its records do not count."""
@@ -236,3 +256,7 @@ class Appender:
         name, stream = self._streams.pop(iteration)
         self.closed.append(SegmentFacts(str(name), stream.records, stream.offset))
         stream.close()
+
+
+def _interrupted() -> OSError:
+    return OSError(errno.EINTR, "the thread that wrote this was interrupted; the group is not in the bank")

@@ -24,6 +24,9 @@ __all__ = ["AppendOptions", "Intake"]
 
 _log = logging.getLogger("arrowbank")
 
+_failed: set[str] = set()
+"""uids of groups whose append raised in this process: they may be appended again, by another handle, too."""
+
 
 class AppendOptions(TypedDict):
     """What is said of groups at append."""
@@ -36,13 +39,9 @@ class AppendOptions(TypedDict):
 class Intake:
     """Encodes groups and hands them to an appender. Thread-safe."""
 
-    def __init__(
-        self, appender: Appender, *, session: int, writer: str, retries: set[str], on_written: Callable[[], None]
-    ) -> None:
+    def __init__(self, appender: Appender, *, session: int, writer: str, on_written: Callable[[], None]) -> None:
         self._appender = appender
         self._session, self._writer = session, writer
-        self._retries = retries
-        """uids of groups whose append raised."""
         self._on_written = on_written
         self._clock, self._last = threading.Lock(), 0
         self._encoding: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
@@ -85,7 +84,7 @@ class Intake:
     def _written(self, ticket: Ticket) -> None:
         """Note how an append went."""
         if ticket.error is not None or not ticket.done:
-            self._retries.update(head["uid"] for head in ticket.heads)
+            _failed.update(head["uid"] for head in ticket.heads)
         else:
             self._on_written()
 
@@ -113,7 +112,7 @@ class Intake:
                 messages.append(self._appender.template.build(encoded.columns, encoded.head))
                 heads.append(encoded.head)
         except BaseException:
-            self._retries.update(retried)
+            _failed.update(retried)
             raise
         for group, head in zip(groups, heads, strict=True):
             group.uid = head["uid"]
@@ -131,7 +130,7 @@ class Intake:
         if group.uid is None:
             return uuid.uuid4().hex
         try:
-            self._retries.remove(group.uid)  # in one step: of two retries at once, one is a duplicate
+            _failed.remove(group.uid)  # in one step: of two retries at once, one is a duplicate
         except KeyError:
             raise DuplicateGroupError(
                 f"the group has uid {group.uid}: it was appended before. To append a copy, set uid to None"

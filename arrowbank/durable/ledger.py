@@ -7,7 +7,8 @@ nothing has changed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from arrowbank.durable import files
@@ -17,7 +18,7 @@ from arrowbank.durable.layout import BankPaths, JournalName, SegmentName
 from arrowbank.durable.line import Line
 from arrowbank.durable.recovery import State
 from arrowbank.durable.segment import SegmentFacts
-from arrowbank.errors import CorruptRecordError, InvalidDrawError, UnknownGroupError
+from arrowbank.errors import BankClosedError, CorruptRecordError, InvalidDrawError, UnknownGroupError
 
 __all__ = ["Ledger"]
 
@@ -36,6 +37,7 @@ class Ledger:
         """Whether nothing said that the line taken up had got to the restored checkpoint."""
         self.rivals: tuple[int, ...] = ()
         """Newer sessions that may have got to it, too."""
+        self._interrupted = False
         self._fresh = Line(session, makers=[(0, session)])
         """Until the session restores or writes something, its line is not part of the history."""
         self._paths, self._session = paths, session
@@ -86,9 +88,10 @@ class Ledger:
         lost = tuple(uid for draw in plan for uid in draw.uids if uid not in self.state.groups)
         self.guessed, self.rivals = guessed, tuple(history.rivals(iteration, parent)) if session is None else ()
         entry = Restored(iteration, mode, parent, lost, guessed, session)
-        self._write([entry])
-        history.apply(self._session, entry)
-        self.restored = True
+        with self._all_or_nothing():
+            self._write([entry])
+            history.apply(self._session, entry)
+            self.restored = True
         if guessed:
             _log.warning(
                 "%s: nothing says that any session got to checkpoint %s; all that was drawn before it counts as "
@@ -144,10 +147,11 @@ class Ledger:
         """Take over groups that became durable."""
         arrived = self._appender.arrived
         while arrived:
-            ref = arrived.popleft()
+            ref = arrived[0]  # taken out last: an interrupt must not lose it
             self.state.groups[ref.uid] = ref
             if "evicted" in ref.head:
                 self.state.history.evicted[ref.uid] = ref.head["evicted"]
+            arrived.popleft()
 
     def finish(self) -> None:
         """Write what waits and say how many records each segment has."""
@@ -199,10 +203,27 @@ class Ledger:
 
     def _record(self, entry: Entry) -> None:
         """Make an entry durable, with the facts of segments closed since, and take it into the line."""
-        self._write([entry])
-        if not isinstance(entry, Evicted):  # evictions are no part of any line
-            self.state.history.lines.setdefault(self._session, self.line)
-        self.state.history.apply(self._session, entry)
+        with self._all_or_nothing():
+            self._write([entry])
+            if not isinstance(entry, Evicted):  # evictions are no part of any line
+                self.state.history.lines.setdefault(self._session, self.line)
+            self.state.history.apply(self._session, entry)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """An interrupt between the journal and the line would leave this handle with less than it has written."""
+        if self._interrupted:
+            raise BankClosedError(
+                f"{self._paths.root}: an earlier call was interrupted while it wrote, and what has become of it is not "
+                "known here; close this handle and open the bank again"
+            )
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self._interrupted = True
+            raise
 
     def _wait_for_appends(self) -> None:
         self._appender.flush()

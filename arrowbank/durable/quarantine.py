@@ -18,8 +18,8 @@ __all__ = ["count", "keep"]
 
 
 def count(paths: BankPaths) -> int:
-    """Count the damaged parts that lie in quarantine."""
-    return sum(entry.suffix == ".json" for entry in paths.quarantine.iterdir())
+    """Count the damaged parts that lie in quarantine. Somebody may have taken all of it away."""
+    return sum(entry.suffix == ".json" for entry in paths.quarantine.iterdir()) if paths.quarantine.is_dir() else 0
 
 
 def keep(paths: BankPaths, tmp: Path, damage: Iterable[Damage]) -> None:

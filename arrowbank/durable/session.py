@@ -229,7 +229,10 @@ def _wait_until_free(
     if holder.is_this_process():
         if holder.token not in _held:
             return
-        raise BankLockedError(f"{held}: another handle of this very process; close that one first")
+        raise BankLockedError(
+            f"{held}: another handle of this very process; close that one first, or, if it was lost, open with "
+            'takeover="force"'
+        )
     gone = holder.is_gone()
     if takeover == "never":
         hint = "its process is gone without closing" if gone else "it has not closed"
@@ -248,10 +251,13 @@ def _watch(
 ) -> None:
     """Watch a holder's heartbeat for ``lease_s`` seconds; raise BankLockedError when it beats."""
     path = paths.claim(holder.session)
-    beat, start = last_beat(path), clock()
+    step = min(BEAT_S, lease_s) / 5
+    beat, watched, last = last_beat(path), 0.0, clock()
     _log.info("%s; watching its heartbeat for %g s", held, lease_s)
-    while clock() - start < lease_s:
-        sleep(min(BEAT_S / 5, lease_s / 5))
+    while watched < lease_s:
+        sleep(step)
+        now = clock()
+        watched, last = watched + min(now - last, 2 * step), now  # not the time in which this process stood still, too
         if paths.claimed_sessions()[-1:] != [holder.session] or _was_closed(paths, holder.session) or holder.is_gone():
             return
         if last_beat(path) != beat:

@@ -64,7 +64,8 @@ class StreamWriter:
         Without ``publish`` it stays under ``tmp`` until ``finish``.
         """
         header = _message_of(schema)
-        unfinished = tmp / path.name
+        # Others of the same name may be at it, or have been killed at it: only one of them gets the name.
+        unfinished = tmp / (f"{path.name}.{os.urandom(4).hex()}" if publish else path.name)
         descriptor = files.create(unfinished)
         try:
             files.write_at(descriptor, [header, _ZEROS], 0)
