@@ -37,7 +37,7 @@ def shared() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def given_up() -> Iterator[None]:
-    """Give up the banks that a test has left open, as a kill does: their hearts stop, and nobody closes them at exit."""
+    """Give up what a test has left open, as a kill does: the hearts stop, and nobody closes it at exit."""
     before = set(exits._open)
     yield
     for bank in exits._open - before:
