@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from machine import in_memory
 
 from arrowbank import RolloutBank, exits
 
+# Of children that these tests start: a heart beats in a thread, and Python 3.12 warns of forks beside any thread.
+os.environ["PYTHONWARNINGS"] = "ignore:This process:DeprecationWarning"
 pytest.register_assert_rewrite("damaged_banks")  # else its failed assertions tell no values
 
 
@@ -40,7 +43,18 @@ def given_up() -> Iterator[None]:
     """Give up what a test has left open, as a kill does: the hearts stop, and nobody closes it at exit."""
     before = set(exits._open)
     yield
-    for bank in exits._open - before:
-        if isinstance(bank, RolloutBank):
-            bank._claim.forget()
+    give_up(exits._open - before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def all_given_up() -> Iterator[None]:
+    """The same for what the fixtures of a file have left open."""
+    yield
+    give_up(set(exits._open))
+
+
+def give_up(banks: Iterable[object]) -> None:
+    for bank in banks:
+        assert isinstance(bank, RolloutBank)
+        bank._claim.forget()
         exits.forget(bank)

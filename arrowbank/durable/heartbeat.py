@@ -28,13 +28,19 @@ class Heartbeat:
     def __init__(self, path: Path) -> None:
         self._path = os.fspath(path)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="arrowbank-heartbeat", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._run, name="arrowbank-heartbeat", daemon=True
+        )
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter is on its way out, and starts no threads any more
+            self._thread = None
 
     def stop(self) -> None:
         """Beat no more. Does not wait for a beat that hangs in the file system."""
         self._stopped.set()
-        self._thread.join(BEAT_S)
+        if self._thread is not None:
+            self._thread.join(BEAT_S)
 
     def _run(self) -> None:
         failed = False
