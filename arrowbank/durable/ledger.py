@@ -270,8 +270,9 @@ class Ledger:
             )
 
     def _require_known(self, uids: Iterable[str]) -> None:
-        if any(uid not in self.state.groups for uid in uids):
-            self.look_at_writers()
+        groups = self.state.groups
+        if any(uid not in groups or groups[uid].segment in self.writers.sizes for uid in uids):
+            self.look_at_writers()  # a new one, or one whose append has failed since it was read
         unknown = [uid for uid in uids if uid not in self.state.groups]
         if unknown:
             raise UnknownGroupError(
