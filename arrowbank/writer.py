@@ -56,9 +56,7 @@ class BankWriter(Appends):
         self._appender = Appender(
             paths, token.bank_id, token.session, name, check_fence=self._check_fence, abandon=None
         )
-        self._intake = Intake(
-            self._appender, session=token.session, writer=name, on_written=lambda: None
-        )
+        self._intake = Intake(self._appender, session=token.session, writer=name, on_written=lambda: None)
 
     @classmethod
     def open(cls, token: WriterToken, name: str, *, path: str | Path | None = None) -> Self:
