@@ -1,0 +1,474 @@
+"""Generating ahead in the background, what is too old, and closing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pipeline_doubles import (
+    Generator,
+    HangingGenerator,
+    MemoryBank,
+    PlannedDraw,
+    Restored,
+    counts,
+    make_group,
+    make_groups,
+    name,
+    names,
+    never,
+    run,
+    unhurried,
+    until,
+)
+
+from arrowbank import RolloutBank, RolloutGroup
+from arrowbank.pipeline import Batch, EnvTask, RolloutPipeline
+from arrowbank.pipeline.assembly import MOST_REJECTED, NO_SLOT
+
+
+class Gated:
+    """Makes groups named ``a0 a1 …`` when told to: each call waits for as many permits as it yields groups."""
+
+    def __init__(self, prefix: str = "a") -> None:
+        self.prefix = prefix
+        self.asked: list[int] = []
+        self.permits: list[asyncio.Semaphore] = []
+        """One a call."""
+        self.running = 0
+        self.made = 0
+
+    async def __call__(self, num_groups: int) -> AsyncIterator[RolloutGroup]:
+        call = len(self.asked)
+        self.asked.append(num_groups)
+        self.permits.append(asyncio.Semaphore(0))
+        self.running += 1
+        try:
+            for number in range(num_groups):
+                await self.permits[call].acquire()
+                self.made += 1
+                yield make_group(f"{self.prefix}{call}.{number}", "A")
+        finally:
+            self.running -= 1
+
+    def permit(self, call: int, times: int = 1) -> None:
+        for _ in range(times):
+            self.permits[call].release()
+
+
+class Prompted(Generator):
+    """Takes its prompts when it is called: ``a0 a1`` for the first call, whatever other calls do meanwhile."""
+
+    async def __call__(self, num_groups: int) -> AsyncIterator[RolloutGroup]:
+        self.asked.append(num_groups)
+        prompts = range(self.made, self.made + num_groups)
+        self.made += num_groups
+        for prompt in prompts:
+            await asyncio.sleep(0)
+            yield make_group(f"{self.prefix}{prompt}", self.env_id)
+
+
+async def quiet() -> None:
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+def asyncly(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Run an async test, and no longer than some seconds."""
+
+    async def within() -> None:
+        async with asyncio.timeout(10):
+            await test()
+
+    def wrapper() -> None:
+        asyncio.run(within())
+
+    wrapper.__name__ = test.__name__
+    return wrapper
+
+
+# -- ahead
+
+
+@asyncly
+async def test_so_many_batches_are_generated_ahead_and_one_more_for_each_that_is_handed_out() -> None:
+    bank, a = MemoryBank(), Prompted("a", "A")
+    async with RolloutPipeline([EnvTask("A", 1, a)], bank, None, lag=2) as pipeline:
+        for k in range(5):
+            batch = await pipeline.batch(k, 4)
+            await quiet()  # the trainer trains, and the generator goes on
+            assert names(batch) == [f"a{4 * k + i}" for i in range(4)]
+            assert (a.asked, len(bank.banked)) == ([4] * (3 + k), 4 * (3 + k))
+            assert pipeline.stats()["A"] == counts(fresh=4 * (k + 1), waiting=8)
+    # what is made ahead is collected at the iteration at which it is finished; its slot is not known yet
+    slots = {name(group): group.index_in_batch for group in bank.banked}
+    assert [slots[f"a{i}"] for i in range(8)] == [0, 1, 2, 3] + [NO_SLOT] * 4
+    assert bank.collected[:13] == [0] * 12 + [1]
+
+
+@asyncly
+async def test_without_lag_nothing_is_generated_between_batches() -> None:
+    bank, a = MemoryBank(), Generator("a", "A")
+    pipeline = RolloutPipeline([EnvTask("A", 1, a)], bank, None)
+    for k in range(3):
+        await pipeline.batch(k, 4)
+        await quiet()
+        assert (a.asked, len(bank.banked)) == ([4] * (k + 1), 4 * (k + 1))
+        assert len(asyncio.all_tasks()) == 1
+
+
+@asyncly
+async def test_nothing_is_generated_ahead_while_the_plan_lasts() -> None:
+    plan = [PlannedDraw(k, [*make_groups(f"p{k}", 2, "A")]) for k in range(3)]
+    a = Generator("a", "A")
+    async with RolloutPipeline([EnvTask("A", 1, a)], MemoryBank(), Restored(plan), lag=2) as pipeline:
+        for k in range(3):
+            assert (await pipeline.batch(k, 2)).replayed
+            await quiet()
+            assert a.asked == []
+        await pipeline.batch(3, 2)
+        assert a.asked == [2, 2, 2]
+
+
+@asyncly
+async def test_restored_groups_count_as_generated_ahead() -> None:
+    a = Generator("a", "A")
+    restored = Restored([], {"A": make_groups("r", 9, "A")})
+    async with RolloutPipeline([EnvTask("A", 1, a)], MemoryBank(), restored, lag=1) as pipeline:
+        batches = []
+        for k in range(3):
+            batches.append(names(await pipeline.batch(k, 4)))
+            await quiet()
+    assert batches == [["r0", "r1", "r2", "r3"], ["r4", "r5", "r6", "r7"], ["r8", "a0", "a1", "a2"]]
+    assert a.asked == [3, 4]
+
+
+@asyncly
+async def test_a_batch_is_made_of_what_was_asked_for_it_and_fast_groups_do_not_overtake() -> None:
+    a = Gated()
+    async with RolloutPipeline([EnvTask("A", 1, a)], MemoryBank(), None, lag=1) as pipeline:
+        first = asyncio.create_task(pipeline.batch(0, 2))
+        await until(lambda: len(a.asked) == 2)
+        a.permit(1, 2)
+        a.permit(0)
+        await quiet()
+        assert a.made == 3 and not first.done()
+        a.permit(0)
+        assert names(await first) == ["a0.0", "a0.1"]
+        assert names(await pipeline.batch(1, 2)) == ["a1.0", "a1.1"]
+
+
+@asyncly
+async def test_group_wise_a_batch_is_made_of_what_is_finished_first() -> None:
+    a = Gated()
+    async with RolloutPipeline([EnvTask("A", 1, a)], MemoryBank(), None, consumption="group", lag=1) as pipeline:
+        first = asyncio.create_task(pipeline.batch(0, 2))
+        await until(lambda: len(a.asked) == 2)
+        a.permit(1)
+        await quiet()
+        a.permit(0)
+        assert names(await first) == ["a1.0", "a0.0"]
+
+
+@asyncly
+async def test_batches_may_change_their_size_while_others_are_made_ahead() -> None:
+    bank, a = MemoryBank(), Prompted("a", "A")
+    async with RolloutPipeline([EnvTask("A", 1, a)], bank, None, lag=1) as pipeline:
+        made = []
+        for k, size in enumerate((4, 1, 6, 2, 5)):
+            made += names(await pipeline.batch(k, size))
+            await quiet()
+        assert made == [f"a{i}" for i in range(18)]
+
+
+@asyncly
+async def test_an_error_of_a_generator_ahead_is_raised_by_the_batch_that_needs_it_and_once() -> None:
+    bank, times = MemoryBank(), iter(range(99))
+
+    async def generate(num_groups: int) -> AsyncIterator[RolloutGroup]:
+        call = next(times)
+        for number in range(num_groups):
+            if (call, number) == (1, 1):
+                raise KeyError("sampler")
+            yield make_group(f"a{call}.{number}", "A")
+
+    async with RolloutPipeline([EnvTask("A", 1, generate)], bank, None, lag=1) as pipeline:
+        assert names(await pipeline.batch(0, 2)) == ["a0.0", "a0.1"]
+        await quiet()
+        with pytest.raises(KeyError, match="sampler"):
+            await pipeline.batch(1, 2)
+        assert names(await pipeline.batch(1, 2)) == ["a1.0", "a2.0"]
+
+
+def test_a_source_that_ends_with_the_run_does_not_fail_its_last_batch(caplog: pytest.LogCaptureFixture) -> None:
+    left = 6
+
+    async def generate(num_groups: int) -> AsyncIterator[RolloutGroup]:
+        nonlocal left
+        num_made = min(num_groups, left)
+        left -= num_made
+        for _ in range(num_made):
+            yield make_group("a", "A")
+
+    async def train() -> list[Batch]:
+        async with RolloutPipeline([EnvTask("A", 1, generate)], None, None, lag=1) as pipeline:
+            return [await pipeline.batch(k, 2) for k in range(3)]
+
+    with caplog.at_level(logging.WARNING, "arrowbank"):
+        assert len(asyncio.run(train())) == 3
+    assert "ended after 0" in caplog.text
+
+
+def test_an_event_loop_that_ends_while_groups_are_made_ahead_loses_none() -> None:
+    bank, a = MemoryBank(), HangingGenerator("a", "A")
+    pipeline = RolloutPipeline([EnvTask("A", 1, a)], bank, None, consumption="group", lag=3)
+
+    async def first() -> Batch:
+        batch = await pipeline.batch(0, 1)
+        await until(lambda: len(bank.banked) == 4)
+        return batch
+
+    handed = [names(asyncio.run(first()))]
+    assert a.is_closed
+    handed += [names(run(pipeline.batch(k, 1))) for k in (1, 2, 3)]
+    assert handed == [["a0"], ["a1"], ["a2"], ["a3"]]
+
+
+# -- too old
+
+
+def aged(prefix: str, version: int | None, env_id: str = "A", uid: str | None = None) -> RolloutGroup:
+    group = make_group(prefix, env_id, uid)
+    if version is not None:
+        group[1].policy_versions = [(0, 0, version + 1), (0, 5, version)]  # type: ignore[list-item]
+    return group
+
+
+def test_groups_that_are_too_old_are_evicted_with_the_reason_and_made_again() -> None:
+    bank, a = MemoryBank(), Generator("a", "A")
+    queue = make_groups("r", 0)
+    queue.extend(aged(f"r{version}", version, uid=f"r{version}") for version in (3, 9, 4, 7, 8))
+    pipeline = RolloutPipeline([EnvTask("A", 1, a)], bank, Restored([], {"A": queue}), max_lag=2)
+    assert names(run(pipeline.batch(10, 4))) == ["r9", "r8", "a0", "a1"]
+    assert bank.evicted == {
+        "r3": "lag 7 is over max_lag 2", "r4": "lag 6 is over max_lag 2", "r7": "lag 3 is over max_lag 2",
+    }  # fmt: skip
+    assert a.asked == [2]
+    assert pipeline.stats()["A"] == counts(restored=2, fresh=2, evicted=3)
+
+
+def test_where_no_policy_version_is_given_the_iteration_of_the_finish_counts() -> None:
+    bank = MemoryBank()
+    collected = {"r0": 6, "r1": 7, "r2": 8}  # and of r3 nothing is known
+    restored = Restored([], {"A": make_groups("r", 4, "A")}, collected)
+    pipeline = RolloutPipeline([EnvTask("A", 1, Generator("a"))], bank, restored, max_lag=1)
+    assert names(run(pipeline.batch(8, 3))) == ["r1", "r2", "r3"]
+    assert bank.evicted == {"r0": "lag 2 is over max_lag 1"}
+
+
+def test_the_lag_is_checked_at_each_hand_out() -> None:
+    bank, a = MemoryBank(), Generator("a", "A", deviate=lambda n: n + 3)
+    pipeline = RolloutPipeline([EnvTask("A", 1, a)], bank, None, max_lag=1)
+    assert names(run(pipeline.batch(0, 1))) == ["a0"]
+    assert names(run(pipeline.batch(1, 1))) == ["a1"]
+    assert names(run(pipeline.batch(2, 1))) == ["a4"]
+    assert sorted(bank.evicted.values()) == ["lag 2 is over max_lag 1"] * 2
+    assert pipeline.stats()["A"] == counts(fresh=3, evicted=2, waiting=3)
+
+
+def test_a_replay_is_exempt_from_max_lag() -> None:
+    bank = MemoryBank()
+    plan = [PlannedDraw(0, [aged("p0", 0), aged("p1", 0)])]
+    pipeline = RolloutPipeline([EnvTask("A", 1, never)], bank, Restored(plan), max_lag=0)
+    assert names(run(pipeline.batch(99, 2))) == ["p0", "p1"]
+    assert bank.evicted == {}
+
+
+def test_a_generator_whose_groups_are_always_too_old_is_an_error() -> None:
+    async def generate(num_groups: int) -> AsyncIterator[RolloutGroup]:
+        for _ in range(num_groups):
+            yield aged("a", 3)  # a version, but of something else than iterations
+
+    bank = MemoryBank()
+    pipeline = RolloutPipeline([EnvTask("A", 1, generate)], bank, None, max_lag=5)
+    with pytest.raises(RuntimeError, match=rf"{MOST_REJECTED} groups in a row.*iteration 500.*policy_versions"):
+        run(pipeline.batch(500, 32))
+    assert len(bank.evicted) == MOST_REJECTED
+
+
+def test_an_eviction_that_fails_changes_no_order() -> None:
+    bank = MemoryBank()
+    restored = Restored([], {"A": make_groups("r", 4, "A")}, {"r0": 9, "r1": 0, "r2": 1, "r3": 9})
+    pipeline = RolloutPipeline([EnvTask("A", 1, never)], bank, restored, max_lag=1)
+    bank.failures = [OSError(28, "No space left on device")]
+    with pytest.raises(OSError, match="No space"):
+        run(pipeline.batch(9, 2))
+    assert [name(group) for group in restored.pending["A"]] == ["r0", "r1", "r2", "r3"]
+    assert names(run(pipeline.batch(9, 2))) == ["r0", "r3"]
+    assert pipeline.stats()["A"] == counts(restored=2, evicted=2)
+
+
+@unhurried
+@given(
+    st.lists(st.integers(0, 12), max_size=20),
+    st.integers(0, 6),
+    st.integers(1, 5),
+    st.sampled_from(["batch", "group"]),
+    st.integers(0, 2),
+)
+def test_no_batch_ever_has_a_group_that_is_too_old(
+    collected: list[int], max_lag: int, size: int, consumption: Any, lag: int
+) -> None:
+    bank, a = MemoryBank(), Generator("a", "A")
+    known = {f"r{i}": at for i, at in enumerate(collected)}
+    restored = Restored([], {"A": make_groups("r", len(collected), "A")}, known)
+
+    async def train() -> None:
+        async with RolloutPipeline(
+            [EnvTask("A", 1, a)], bank, restored, consumption, lag=min(lag, max_lag), max_lag=max_lag
+        ) as pipeline:
+            for k in range(13, 20):
+                batch = await pipeline.batch(k, size)
+                ages = known | {
+                    str(group.uid): int(at or 0) for group, at in zip(bank.banked, bank.collected, strict=True)
+                }
+                assert len(batch.groups) == size
+                assert all(k - ages[str(group.uid)] <= max_lag for group in batch.groups)
+
+    asyncio.run(train())
+    assert all(13 - at > max_lag or 20 - at > max_lag for uid, at in known.items() if uid in bank.evicted)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lag": -1}, "0 or more"),
+        ({"max_lag": -1}, "0 or more"),
+        ({"lag": 2, "max_lag": 1}, "would be evicted"),
+        ({"consumption": "rollout"}, 'use "batch" or "group"'),
+        ({"on_unknown_env": "drop"}, 'use "raise" or "evict"'),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RolloutPipeline([EnvTask("A", 1, never)], None, None, **options)
+
+
+# -- closing
+
+
+@asyncly
+async def test_closing_stops_all_generators_and_loses_no_finished_group() -> None:
+    bank, a = MemoryBank(), Gated()
+    pipeline = RolloutPipeline([EnvTask("A", 1, a)], bank, None, consumption="group", lag=2)
+    batch = asyncio.create_task(pipeline.batch(0, 2))
+    await until(lambda: len(a.asked) == 3)
+    a.permit(0, 2)
+    await batch
+    bank.may_write.clear()
+    a.permit(1, 2)
+    a.permit(2)
+    await until(lambda: bank.minted == 4)
+    closing = asyncio.create_task(pipeline.aclose())
+    await quiet()
+    assert not closing.done()
+    bank.may_write.set()
+    await closing
+    assert (len(bank.banked), a.running, len(asyncio.all_tasks())) == (4, 0, 1)
+    assert pipeline.stats()["A"] == counts(fresh=2, waiting=2)
+    await pipeline.aclose()
+    with pytest.raises(RuntimeError, match="was closed"):
+        await pipeline.batch(1, 2)
+
+
+@asyncly
+async def test_a_cancelled_close_closes_all_the_same() -> None:
+    bank, a = MemoryBank(), Gated()
+    pipeline = RolloutPipeline([EnvTask("A", 1, a)], bank, None, lag=1)
+    batch = asyncio.create_task(pipeline.batch(0, 2))
+    await until(lambda: len(a.asked) == 2)
+    a.permit(0, 2)
+    await batch
+    bank.may_write.clear()
+    a.permit(1)
+    await until(lambda: bank.minted == 3)
+    closing = asyncio.create_task(pipeline.aclose())
+    for _ in range(3):
+        await asyncio.sleep(0)
+        closing.cancel()
+    bank.may_write.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert (len(bank.banked), a.running) == (3, 0)
+
+
+@asyncly
+async def test_closing_while_a_batch_is_made_ends_that_batch() -> None:
+    bank, a = MemoryBank(), HangingGenerator("a", "A")
+    pipeline = RolloutPipeline([EnvTask("A", 1, a)], bank, None)
+    batch = asyncio.create_task(pipeline.batch(0, 2))
+    await until(lambda: len(bank.banked) == 1)
+    await pipeline.aclose()
+    with pytest.raises(RuntimeError, match="closed while this batch was being made"):
+        await batch
+    assert pipeline.stats()["A"] == counts(waiting=1)
+
+
+@asyncly
+async def test_closing_banks_what_failed_before_or_says_that_it_cannot() -> None:
+    bank = MemoryBank()
+    bank.failures = [OSError(28, "No space left on device")] * 2
+    pipeline = RolloutPipeline([EnvTask("A", 1, Generator("a"))], bank, None)
+    with pytest.raises(OSError, match="No space"):
+        await pipeline.batch(0, 2)
+    with pytest.raises(OSError, match="No space"):
+        await pipeline.aclose()
+    await pipeline.aclose()
+    assert bank.names == ["a0"]
+
+
+@asyncly
+async def test_what_the_trainer_raises_is_not_hidden_by_closing() -> None:
+    bank = MemoryBank()
+    bank.failures = [OSError(28, "No space left on device")] * 2
+    pipeline = RolloutPipeline([EnvTask("A", 1, Generator("a"))], bank, None)
+    with pytest.raises(KeyError) as caught:
+        async with pipeline:
+            with pytest.raises(OSError, match="No space"):
+                await pipeline.batch(0, 2)
+            raise KeyError("loss")
+    assert "closing the pipeline failed as well" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="was closed"):
+        await pipeline.batch(0, 2)
+    assert pipeline.stats()["A"] == counts(waiting=1)
+
+
+def test_groups_made_ahead_of_a_kill_are_pending_after_it(path: Path) -> None:
+    a = Prompted("a", "A")
+
+    async def train(pipeline: RolloutPipeline, bank: RolloutBank) -> None:
+        async with pipeline:
+            batch = await pipeline.batch(0, 2)
+            bank.mark_consumed([str(group.uid) for group in batch.groups], 0)
+            await until(lambda: bank.stats().live_groups == 6)
+
+    with RolloutBank.open(path) as bank:
+        asyncio.run(train(RolloutPipeline([EnvTask("A", 1, a)], bank, bank.restore(0), lag=2), bank))
+    with RolloutBank.open(path) as bank:
+        restored = bank.restore(0)
+        finished = [name(group) for group in restored.pending["A"]]
+        assert sorted(finished, key=str) == ["a2", "a3", "a4", "a5"]
+        assert {restored.collected_iteration(group) for group in restored.pending["A"]} == {0}
+        b = Generator("b", "A")
+        pipeline = RolloutPipeline([EnvTask("A", 1, b)], bank, restored, max_lag=1)
+        batches = [names(run(pipeline.batch(k, 2))) for k in (0, 1, 2)]
+        assert batches == [["a0", "a1"], finished[:2], ["b0", "b1"]]
+        assert pipeline.stats()["A"] == counts(replayed=2, restored=2, fresh=2, evicted=2)
+    with RolloutBank.open(path) as bank:
+        assert [name(group) for group in bank.restore(0).pending["A"]] == [*finished[:2], "b0", "b1"]
