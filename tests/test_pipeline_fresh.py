@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
 from pipeline_doubles import (
     Generator,
@@ -194,3 +195,18 @@ def test_a_failed_batch_changes_no_order() -> None:
     a.deviate = b.deviate = lambda n: n
     assert names(run(pipeline.batch(1, 4))) == ["s0", "s1", "s2", "b1"]
     assert names(run(pipeline.batch(2, 8)))[:6] == ["s3", "a1", "a2", "a3", "a4", "a5"]
+
+
+# source indices
+
+
+@pytest.mark.parametrize(
+    ("given", "banked"), [(7, 7), (np.int64(7), 7), (0, 0), (None, None), ("7", None), (True, None)]
+)
+def test_a_groups_source_index_is_given_to_the_bank(given: object, banked: int | None) -> None:
+    async def generate(num_groups: int) -> AsyncIterator[RolloutGroup]:
+        yield RolloutGroup(rollouts=[*make_group("a0")], source_index=given)
+
+    bank = MemoryBank()
+    run(RolloutPipeline([EnvTask("A", 1, generate)], bank, None).batch(0, 1))
+    assert bank.source_indices == [banked]

@@ -5,12 +5,26 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline_doubles import Generator, MemoryBank, Restored, counts, make_groups, name, names, never, run, unhurried
+from pipeline_doubles import (
+    Generator,
+    MemoryBank,
+    Restored,
+    counts,
+    make_group,
+    make_groups,
+    name,
+    names,
+    never,
+    run,
+    unhurried,
+)
 
+from arrowbank import RolloutBank
 from arrowbank.pipeline import Batch, EnvTask, RolloutPipeline, WeightedMultiTask
 
 
@@ -78,3 +92,62 @@ def test_groups_without_env_id_belong_to_a_single_task_without_one() -> None:
     assert names(run(RolloutPipeline([EnvTask(None, 1, never)], None, restored).batch(0, 2))) == ["r0", "r1"]
     with pytest.raises(ValueError, match=r"2 of '' \(unknown\)"):
         RolloutPipeline([EnvTask("A", 1, never)], None, Restored([], {"": make_groups("r", 2)}))
+
+
+# environments that are not sampled
+
+
+def test_on_demand_groups_of_environments_that_are_not_sampled_are_evicted_with_the_reason() -> None:
+    bank = MemoryBank()
+    restored = Restored([], {"A": make_groups("a", 1), "old": make_groups("o", 3), "off": make_groups("f", 2)})
+    tasks = [EnvTask("A", 1, never), EnvTask("off", 0, never)]
+    pipeline = RolloutPipeline(tasks, bank, restored, on_unknown_env="evict")
+    assert bank.evicted == (
+        dict.fromkeys(("o0", "o1", "o2"), "environment 'old' is not sampled: unknown")
+        | dict.fromkeys(("f0", "f1"), "environment 'off' is not sampled: weight 0")
+    )
+    assert {env_id: len(queue) for env_id, queue in restored.pending.items()} == {"A": 1, "old": 0, "off": 0}
+    assert pipeline.stats() == {"A": counts(waiting=1), "off": counts(evicted=2), "old": counts(evicted=3)}
+    assert names(run(pipeline.batch(0, 1))) == ["a0"]
+
+
+def test_evicted_groups_of_an_environment_that_is_gone_stay_evicted_when_it_comes_back(path: Path) -> None:
+    with RolloutBank.open(path) as bank:
+        bank.restore(0)
+        for env_id in ("A", "old", "old"):
+            bank.append(make_group("p", env_id))
+    with RolloutBank.open(path) as bank:
+        with pytest.raises(ValueError, match=r"2 of 'old' \(unknown\)"):
+            RolloutPipeline([EnvTask("A", 1, never)], bank, bank.restore(0))
+        RolloutPipeline([EnvTask("A", 1, never)], bank, bank.restore(0), on_unknown_env="evict")
+    with RolloutBank.open(path) as bank:
+        assert {env_id: len(queue) for env_id, queue in bank.restore(0).pending.items()} == {"A": 1}
+
+
+def test_a_single_task_without_env_id_drains_all_environments_oldest_first(path: Path) -> None:
+    with RolloutBank.open(path) as bank:
+        bank.restore(0)
+        for number, env_id in enumerate(["B", "A", None, "B", "A"]):
+            bank.append(make_group(f"p{number}", env_id))
+    with RolloutBank.open(path) as bank:
+        pipeline = RolloutPipeline([EnvTask(None, 1, Generator("f"))], bank, bank.restore(0))
+        assert names(run(pipeline.batch(0, 6))) == ["p0", "p1", "p2", "p3", "p4", "f0"]
+        assert pipeline.stats() == {"": counts(restored=5, fresh=1)}
+
+
+def test_a_hundred_of_one_and_two_of_another_drain_to_zero_from_a_bank_on_disk(path: Path) -> None:
+    with RolloutBank.open(path) as bank:
+        bank.restore(0)
+        bank.append_many([make_group(f"a{i}", "A") for i in range(100)] + [make_group(f"b{i}", "B") for i in range(2)])
+    a, b = Generator("fa", "A"), Generator("fb", "B")
+    with RolloutBank.open(path) as bank:
+        pipeline = RolloutPipeline([EnvTask("A", 1, a), EnvTask("B", 1, b)], bank, bank.restore(0))
+        for k in range(25):
+            batch = run(pipeline.batch(k, 8))
+            assert Counter(group.env_id for group in batch.groups) == {"A": 4, "B": 4}
+            bank.mark_consumed([str(group.uid) for group in batch.groups], k)
+        assert (a.asked, b.asked) == ([], [2] + [4] * 24)
+        assert pipeline.stats() == {"A": counts(restored=100), "B": counts(restored=2, fresh=98)}
+        bank.checkpoint(25)
+    with RolloutBank.open(path) as bank:
+        assert not any(bank.restore(25).pending.values())

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline_doubles import never, unhurried
+from pipeline_doubles import make_group, names, never, run, unhurried
 
 from arrowbank import pipeline as pipeline_package
-from arrowbank.pipeline import EnvTask, WeightedMultiTask
+from arrowbank.pipeline import EnvTask, RolloutPipeline, WeightedMultiTask
 from arrowbank.pipeline.weights import integer_quotas
+from arrowbank.types import RolloutGroup
 
 WEIGHTS = st.dictionaries(
     st.text(alphabet="abcdefgh", min_size=1, max_size=2),
@@ -114,3 +118,58 @@ def test_an_environment_of_weight_0_is_known_but_has_no_quota() -> None:
 
 def test_the_package_exports_its_public_names_sorted() -> None:
     assert pipeline_package.__all__ == ["Batch", "EnvTask", "RolloutPipeline", "WeightedMultiTask"]
+
+
+# generators that are no async ones
+
+
+def plain(num_groups: int) -> Iterator[RolloutGroup]:
+    yield make_group("a0")
+
+
+async def coroutine(num_groups: int) -> list[RolloutGroup]:
+    return [make_group("a0")]
+
+
+class Plain:
+    def __call__(self, num_groups: int) -> Iterator[RolloutGroup]:
+        yield make_group("a0")
+
+    def method(self, num_groups: int) -> Iterator[RolloutGroup]:
+        yield make_group("a0")
+
+
+@pytest.mark.parametrize("generate", [plain, coroutine, functools.partial(plain, 3), Plain(), Plain().method])
+def test_a_generator_that_is_no_async_one_is_refused_at_once(generate: Any) -> None:
+    with pytest.raises(TypeError, match=r"generate of environment 'A' is a .*async def"):
+        EnvTask("A", 1, generate)
+
+
+def test_what_cannot_be_called_is_no_generator() -> None:
+    with pytest.raises(TypeError, match="'A' is a list, which cannot be called"):
+        EnvTask("A", 1, [make_group("a0")])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("result", "kind"),
+    [(lambda n: [make_group("a0")] * n, "list"), (lambda n: None, "NoneType"), (lambda n: coroutine(n), "coroutine")],
+)
+def test_what_returns_no_async_iterator_is_an_error_of_the_first_batch(result: Any, kind: str) -> None:
+    pipeline = RolloutPipeline([EnvTask("A", 1, result)], None, None)
+    with pytest.raises(TypeError, match=rf"environment 'A' returned a {kind}: .* async iterator"):
+        run(pipeline.batch(0, 2))
+
+
+def test_async_generators_in_every_form_will_do() -> None:
+    class Callable:
+        async def __call__(self, num_groups: int, prefix: str = "a") -> AsyncIterator[RolloutGroup]:
+            for i in range(num_groups):
+                yield make_group(f"{prefix}{i}")
+
+        async def method(self, num_groups: int) -> AsyncIterator[RolloutGroup]:
+            async for group in self(num_groups):
+                yield group
+
+    made = Callable()
+    for generate in (made, made.method, functools.partial(made, prefix="a"), lambda n: made(n)):
+        assert names(run(RolloutPipeline([EnvTask(None, 1, generate)], None, None).batch(0, 2))) == ["a0", "a1"]
