@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from pipeline_doubles import MemoryBank, Restored, make_group, make_groups, name
 
-from arrowbank import RolloutGroup
+from arrowbank import RolloutBank, RolloutGroup
 from arrowbank.pipeline import Batch, EnvTask, RolloutPipeline
 
 
@@ -39,13 +42,40 @@ class SlowBank(MemoryBank):
         return await super().append_async(group, evicted=evicted, source_index=source_index)
 
 
+class DiskBank(SlowBank):
+    """Has a real bank behind it, and the same failures."""
+
+    def __init__(self, rng: random.Random, failure_rate: float, bank: RolloutBank) -> None:
+        super().__init__(rng, failure_rate)
+        self.bank = bank
+
+    def begin_iteration(self, iteration: int) -> None:
+        self.bank.begin_iteration(iteration)
+
+    async def append_async(
+        self, group: RolloutGroup, *, evicted: str | None = None, source_index: int | None = None
+    ) -> str:
+        if self.rng.random() < self.failure_rate:
+            raise OSError(28, "No space left on device")
+        uid = await self.bank.append_async(group, evicted=evicted, source_index=source_index)
+        self.banked.append(group.model_copy(deep=True))
+        if evicted is not None:
+            self.evicted[uid] = evicted
+        return uid
+
+    def evict(self, uids: Iterable[str], reason: str) -> None:
+        uids = list(uids)
+        self.bank.evict(uids, reason)
+        super().evict(uids, reason)
+
+
 class Chaos:
     """One history: a run of a trainer whose every part may fail."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, bank: RolloutBank | None = None) -> None:
         self.rng = rng = random.Random(seed)
         self.trouble = rng.choice([0.0, 0.05, 0.2])
-        self.bank = SlowBank(rng, self.trouble)
+        self.bank = SlowBank(rng, self.trouble) if bank is None else DiskBank(rng, self.trouble, bank)
         self.made: list[str] = []
         """Groups that a generator has yielded, or was about to when nothing could stop it."""
         self.running = 0
@@ -57,14 +87,21 @@ class Chaos:
         self.lag = rng.choice([0, 0, 1, 2])
         self.max_lag = rng.choice([None, None, self.lag, self.lag + 1])
         self.reject = rng.choice([0.0, 0.3])
-        self.restored = {env_id: make_groups(f"r{env_id}", rng.randrange(6), env_id) for env_id in self.env_ids}
+        pending = {env_id: make_groups(f"r{env_id}", rng.randrange(6), env_id) for env_id in self.env_ids}
+        collected = {str(group.uid): rng.randrange(3) for queue in pending.values() for group in queue}
+        restored: Any = Restored([], pending, collected)
+        if bank is not None:
+            bank.restore(0)
+            for group in itertools.chain(*pending.values()):
+                bank.append(group.model_copy(deep=True, update={"uid": None}))
+            restored = bank.restore(0)
+        self.restored = restored.pending
         self.all_restored = [str(name(group)) for queue in self.restored.values() for group in queue]
         for queue in self.restored.values():
             self.bank.banked.extend(queue)
         tasks = [EnvTask(env_id, rng.randint(1, 3), self.generator(env_id)) for env_id in self.env_ids]
-        collected = {uid: rng.randrange(3) for uid in self.all_restored}
         self.pipeline = RolloutPipeline(
-            tasks, self.bank, Restored([], self.restored, collected), self.consumption,  # type: ignore[arg-type]
+            tasks, self.bank, restored, self.consumption,  # type: ignore[arg-type]
             lag=self.lag, max_lag=self.max_lag, accept=self.accept,
         )  # fmt: skip
 
@@ -185,6 +222,21 @@ def test_no_finished_group_is_lost_or_handed_out_twice_whatever_fails(first: int
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+@pytest.mark.parametrize("seed", range(700, 712))
+def test_what_is_neither_handed_out_nor_evicted_is_pending_in_the_bank_on_disk(seed: int, path: Path) -> None:
+    with RolloutBank.open(path) as bank:
+        chaos = Chaos(seed, bank)
+        asyncio.run(chaos.life())
+        chaos.check()
+        bank.mark_consumed([str(group.uid) for group in chaos.handed], 9)
+    gone = {*chaos.bank.evicted, *(group.uid for group in chaos.handed)}
+    with RolloutBank.open(path) as bank:
+        restored = bank.restore(10)
+        pending = [group.uid for queue in restored.pending.values() for group in queue]
+        assert not restored.draws
+        assert sorted(map(str, pending)) == sorted(str(g.uid) for g in chaos.bank.banked if g.uid not in gone)
 
 
 if __name__ == "__main__":

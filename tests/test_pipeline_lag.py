@@ -177,6 +177,36 @@ async def test_group_wise_a_batch_is_made_of_what_is_finished_first() -> None:
 
 
 @asyncly
+async def test_what_is_finished_first_comes_first_after_an_error_too() -> None:
+    bank, a = MemoryBank(), Gated()
+    async with RolloutPipeline([EnvTask("A", 1, a)], bank, None, consumption="group", lag=1) as pipeline:
+        first = asyncio.create_task(pipeline.batch(0, 3))
+        await until(lambda: len(a.asked) == 2)
+        for call in (1, 0):
+            a.permit(call)
+            await quiet()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        again = asyncio.create_task(pipeline.batch(0, 3))
+        await until(lambda: len(a.asked) == 4)
+        a.permit(2)
+        assert names(await again) == ["a1.0", "a0.0", "a2.0"]
+
+
+@asyncly
+async def test_what_is_rejected_ahead_is_made_again_ahead() -> None:
+    bank, a = MemoryBank(), Prompted("a", "A")
+    dull = {"a2", "a3", "a4"}
+    async with RolloutPipeline(
+        [EnvTask("A", 1, a)], bank, None, lag=1, accept=lambda group: name(group) not in dull
+    ) as pipeline:
+        assert names(await pipeline.batch(0, 2)) == ["a0", "a1"]
+        await quiet()
+        assert (a.asked, pipeline.stats()["A"]) == ([2, 2, 2, 1], counts(fresh=2, rejected=3, waiting=2))
+
+
+@asyncly
 async def test_batches_may_change_their_size_while_others_are_made_ahead() -> None:
     bank, a = MemoryBank(), Prompted("a", "A")
     async with RolloutPipeline([EnvTask("A", 1, a)], bank, None, lag=1) as pipeline:

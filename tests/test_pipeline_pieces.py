@@ -171,6 +171,10 @@ def test_a_batch_that_was_left_goes_into_the_next_one_and_its_iterator_ends_in_a
         assert a.asked == [4, 1]
         with pytest.raises(RuntimeError, match="the next batch has begun"):
             await anext(left)
+        left = pipeline.pieces(2, 4)
+        await pipeline.batch(3, 4)
+        with pytest.raises(RuntimeError, match="the next batch has begun"):
+            await anext(left)
 
     asyncio.run(train())
 
@@ -262,6 +266,14 @@ def test_pieces_with_lost_groups_or_different_spans_are_refused() -> None:
     mixed[1].span = 2
     with pytest.raises(ValueError, match=r"different numbers of optimizer steps: \[1, 2\]"):
         group_wise(never, None, Restored(mixed)).pieces(5, 2)
+
+
+def test_a_top_up_gives_what_the_planned_groups_lack_of_the_quotas() -> None:
+    a, b = Generator("a", "A"), Generator("b", "B")
+    restored = Restored(planned(1, 1))  # both of A
+    pipeline = RolloutPipeline([EnvTask("A", 1, a), EnvTask("B", 1, b)], None, restored, consumption="group")
+    assert Counter(group.env_id for group in run(pipeline.batch(5, 6)).groups) == {"A": 3, "B": 3}
+    assert (a.asked, b.asked) == ([1], [3])
 
 
 @pytest.mark.parametrize("weights", [(1, 3), (3, 1), (1, 1)])
