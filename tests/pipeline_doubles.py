@@ -15,8 +15,8 @@ from arrowbank.pipeline import Batch
 from arrowbank.types import Rollout, RolloutGroup
 
 __all__ = [
-    "Generator", "HangingGenerator", "MemoryBank", "PlannedDraw", "Restored", "counts", "make_group", "make_groups",
-    "name", "names", "never", "run", "unhurried", "until",
+    "Gated", "Generator", "HangingGenerator", "MemoryBank", "PlannedDraw", "Prompted", "Restored", "asyncly",
+    "counts", "make_group", "make_groups", "name", "names", "never", "quiet", "run", "unhurried", "until",
 ]  # fmt: skip
 
 unhurried = settings(deadline=None)  # a busy machine is no falsifying example
@@ -139,6 +139,47 @@ class HangingGenerator(Generator):
             self.is_closed = True
 
 
+class Gated:
+    """Makes groups named ``a0 a1 …`` when told to: each call waits for as many permits as it yields groups."""
+
+    def __init__(self, prefix: str = "a", env_id: str = "A") -> None:
+        self.prefix, self.env_id = prefix, env_id
+        self.asked: list[int] = []
+        self.permits: list[asyncio.Semaphore] = []
+        """One a call."""
+        self.running = 0
+        self.made = 0
+
+    async def __call__(self, num_groups: int) -> AsyncIterator[RolloutGroup]:
+        call = len(self.asked)
+        self.asked.append(num_groups)
+        self.permits.append(asyncio.Semaphore(0))
+        self.running += 1
+        try:
+            for number in range(num_groups):
+                await self.permits[call].acquire()
+                self.made += 1
+                yield make_group(f"{self.prefix}{call}.{number}", self.env_id)
+        finally:
+            self.running -= 1
+
+    def permit(self, call: int, times: int = 1) -> None:
+        for _ in range(times):
+            self.permits[call].release()
+
+
+class Prompted(Generator):
+    """Takes its prompts when it is called: ``a0 a1`` for the first call, whatever other calls do meanwhile."""
+
+    async def __call__(self, num_groups: int) -> AsyncIterator[RolloutGroup]:
+        self.asked.append(num_groups)
+        prompts = range(self.made, self.made + num_groups)
+        self.made += num_groups
+        for prompt in prompts:
+            await asyncio.sleep(0)
+            yield make_group(f"{self.prefix}{prompt}", self.env_id)
+
+
 def make_group(problem_id: str, env_id: str | None = None, uid: str | None = None) -> RolloutGroup:
     members = [Rollout(trajectory=["2+2=4"], reward=1.0, env_id=env_id, problem_id=problem_id) for _ in range(2)]
     return RolloutGroup(rollouts=[*members], uid=uid)
@@ -173,3 +214,22 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def run(work: Coroutine[Any, Any, Batch]) -> Batch:
     return asyncio.run(work)
+
+
+async def quiet() -> None:
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+def asyncly(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Run an async test, and no longer than some seconds."""
+
+    async def within() -> None:
+        async with asyncio.timeout(10):
+            await test()
+
+    def wrapper() -> None:
+        asyncio.run(within())
+
+    wrapper.__name__ = test.__name__
+    return wrapper

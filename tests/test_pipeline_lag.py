@@ -1,97 +1,35 @@
-"""Generating ahead in the background, what is too old, and closing."""
+"""Generating ahead in the background, and closing."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pipeline_doubles import (
+    Gated,
     Generator,
     HangingGenerator,
     MemoryBank,
     PlannedDraw,
+    Prompted,
     Restored,
+    asyncly,
     counts,
     make_group,
     make_groups,
     name,
     names,
-    never,
+    quiet,
     run,
-    unhurried,
     until,
 )
 
 from arrowbank import RolloutBank, RolloutGroup
 from arrowbank.pipeline import Batch, EnvTask, RolloutPipeline
-from arrowbank.pipeline.assembly import MOST_REJECTED, NO_SLOT
-
-
-class Gated:
-    """Makes groups named ``a0 a1 …`` when told to: each call waits for as many permits as it yields groups."""
-
-    def __init__(self, prefix: str = "a") -> None:
-        self.prefix = prefix
-        self.asked: list[int] = []
-        self.permits: list[asyncio.Semaphore] = []
-        """One a call."""
-        self.running = 0
-        self.made = 0
-
-    async def __call__(self, num_groups: int) -> AsyncIterator[RolloutGroup]:
-        call = len(self.asked)
-        self.asked.append(num_groups)
-        self.permits.append(asyncio.Semaphore(0))
-        self.running += 1
-        try:
-            for number in range(num_groups):
-                await self.permits[call].acquire()
-                self.made += 1
-                yield make_group(f"{self.prefix}{call}.{number}", "A")
-        finally:
-            self.running -= 1
-
-    def permit(self, call: int, times: int = 1) -> None:
-        for _ in range(times):
-            self.permits[call].release()
-
-
-class Prompted(Generator):
-    """Takes its prompts when it is called: ``a0 a1`` for the first call, whatever other calls do meanwhile."""
-
-    async def __call__(self, num_groups: int) -> AsyncIterator[RolloutGroup]:
-        self.asked.append(num_groups)
-        prompts = range(self.made, self.made + num_groups)
-        self.made += num_groups
-        for prompt in prompts:
-            await asyncio.sleep(0)
-            yield make_group(f"{self.prefix}{prompt}", self.env_id)
-
-
-async def quiet() -> None:
-    for _ in range(30):
-        await asyncio.sleep(0)
-
-
-def asyncly(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Run an async test, and no longer than some seconds."""
-
-    async def within() -> None:
-        async with asyncio.timeout(10):
-            await test()
-
-    def wrapper() -> None:
-        asyncio.run(within())
-
-    wrapper.__name__ = test.__name__
-    return wrapper
-
+from arrowbank.pipeline.assembly import NO_SLOT
 
 # -- ahead
 
@@ -195,6 +133,28 @@ async def test_what_is_finished_first_comes_first_after_an_error_too() -> None:
 
 
 @asyncly
+async def test_what_waits_comes_in_order_of_completion_after_an_error_too() -> None:
+    bank, a, b = MemoryBank(), Gated("a"), Gated("b", "B")
+    tasks = [EnvTask("A", 1, a), EnvTask("B", 1, b)]
+    async with RolloutPipeline(tasks, bank, None, consumption="group", lag=2) as pipeline:
+        first = asyncio.create_task(pipeline.batch(0, 2))
+        await until(lambda: len(b.asked) == 3)
+        for call in (2, 1, 0):  # the batch has room for one of these
+            a.permit(call)
+            await quiet()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        handed = []
+        for k in range(3):
+            batch = asyncio.create_task(pipeline.batch(k, 2))
+            await until(lambda k=k: len(b.asked) == 6 + k)  # type: ignore[misc]
+            b.permit(3 + k)
+            handed += [str(name(group)) for group in (await batch).groups if group.env_id == "A"]
+        assert handed == ["a2.0", "a1.0", "a0.0"]
+
+
+@asyncly
 async def test_what_is_rejected_ahead_is_made_again_ahead() -> None:
     bank, a = MemoryBank(), Prompted("a", "A")
     dull = {"a2", "a3", "a4"}
@@ -270,126 +230,6 @@ def test_an_event_loop_that_ends_while_groups_are_made_ahead_loses_none() -> Non
     assert handed == [["a0"], ["a1"], ["a2"], ["a3"]]
 
 
-# -- too old
-
-
-def aged(prefix: str, version: int | None, env_id: str = "A", uid: str | None = None) -> RolloutGroup:
-    group = make_group(prefix, env_id, uid)
-    if version is not None:
-        group[1].policy_versions = [(0, 0, version + 1), (0, 5, version)]  # type: ignore[list-item]
-    return group
-
-
-def test_groups_that_are_too_old_are_evicted_with_the_reason_and_made_again() -> None:
-    bank, a = MemoryBank(), Generator("a", "A")
-    queue = make_groups("r", 0)
-    queue.extend(aged(f"r{version}", version, uid=f"r{version}") for version in (3, 9, 4, 7, 8))
-    pipeline = RolloutPipeline([EnvTask("A", 1, a)], bank, Restored([], {"A": queue}), max_lag=2)
-    assert names(run(pipeline.batch(10, 4))) == ["r9", "r8", "a0", "a1"]
-    assert bank.evicted == {
-        "r3": "lag 7 is over max_lag 2", "r4": "lag 6 is over max_lag 2", "r7": "lag 3 is over max_lag 2",
-    }  # fmt: skip
-    assert a.asked == [2]
-    assert pipeline.stats()["A"] == counts(restored=2, fresh=2, evicted=3)
-
-
-def test_where_no_policy_version_is_given_the_iteration_of_the_finish_counts() -> None:
-    bank = MemoryBank()
-    collected = {"r0": 6, "r1": 7, "r2": 8}  # and of r3 nothing is known
-    restored = Restored([], {"A": make_groups("r", 4, "A")}, collected)
-    pipeline = RolloutPipeline([EnvTask("A", 1, Generator("a"))], bank, restored, max_lag=1)
-    assert names(run(pipeline.batch(8, 3))) == ["r1", "r2", "r3"]
-    assert bank.evicted == {"r0": "lag 2 is over max_lag 1"}
-
-
-def test_the_lag_is_checked_at_each_hand_out() -> None:
-    bank, a = MemoryBank(), Generator("a", "A", deviate=lambda n: n + 3)
-    pipeline = RolloutPipeline([EnvTask("A", 1, a)], bank, None, max_lag=1)
-    assert names(run(pipeline.batch(0, 1))) == ["a0"]
-    assert names(run(pipeline.batch(1, 1))) == ["a1"]
-    assert names(run(pipeline.batch(2, 1))) == ["a4"]
-    assert sorted(bank.evicted.values()) == ["lag 2 is over max_lag 1"] * 2
-    assert pipeline.stats()["A"] == counts(fresh=3, evicted=2, waiting=3)
-
-
-def test_a_replay_is_exempt_from_max_lag() -> None:
-    bank = MemoryBank()
-    plan = [PlannedDraw(0, [aged("p0", 0), aged("p1", 0)])]
-    pipeline = RolloutPipeline([EnvTask("A", 1, never)], bank, Restored(plan), max_lag=0)
-    assert names(run(pipeline.batch(99, 2))) == ["p0", "p1"]
-    assert bank.evicted == {}
-
-
-def test_a_generator_whose_groups_are_always_too_old_is_an_error() -> None:
-    async def generate(num_groups: int) -> AsyncIterator[RolloutGroup]:
-        for _ in range(num_groups):
-            yield aged("a", 3)  # a version, but of something else than iterations
-
-    bank = MemoryBank()
-    pipeline = RolloutPipeline([EnvTask("A", 1, generate)], bank, None, max_lag=5)
-    with pytest.raises(RuntimeError, match=rf"{MOST_REJECTED} groups in a row.*iteration 500.*policy_versions"):
-        run(pipeline.batch(500, 32))
-    assert len(bank.evicted) == MOST_REJECTED
-
-
-def test_an_eviction_that_fails_changes_no_order() -> None:
-    bank = MemoryBank()
-    restored = Restored([], {"A": make_groups("r", 4, "A")}, {"r0": 9, "r1": 0, "r2": 1, "r3": 9})
-    pipeline = RolloutPipeline([EnvTask("A", 1, never)], bank, restored, max_lag=1)
-    bank.failures = [OSError(28, "No space left on device")]
-    with pytest.raises(OSError, match="No space"):
-        run(pipeline.batch(9, 2))
-    assert [name(group) for group in restored.pending["A"]] == ["r0", "r1", "r2", "r3"]
-    assert names(run(pipeline.batch(9, 2))) == ["r0", "r3"]
-    assert pipeline.stats()["A"] == counts(restored=2, evicted=2)
-
-
-@unhurried
-@given(
-    st.lists(st.integers(0, 12), max_size=20),
-    st.integers(0, 6),
-    st.integers(1, 5),
-    st.sampled_from(["batch", "group"]),
-    st.integers(0, 2),
-)
-def test_no_batch_ever_has_a_group_that_is_too_old(
-    collected: list[int], max_lag: int, size: int, consumption: Any, lag: int
-) -> None:
-    bank, a = MemoryBank(), Generator("a", "A")
-    known = {f"r{i}": at for i, at in enumerate(collected)}
-    restored = Restored([], {"A": make_groups("r", len(collected), "A")}, known)
-
-    async def train() -> None:
-        async with RolloutPipeline(
-            [EnvTask("A", 1, a)], bank, restored, consumption, lag=min(lag, max_lag), max_lag=max_lag
-        ) as pipeline:
-            for k in range(13, 20):
-                batch = await pipeline.batch(k, size)
-                ages = known | {
-                    str(group.uid): int(at or 0) for group, at in zip(bank.banked, bank.collected, strict=True)
-                }
-                assert len(batch.groups) == size
-                assert all(k - ages[str(group.uid)] <= max_lag for group in batch.groups)
-
-    asyncio.run(train())
-    assert all(13 - at > max_lag or 20 - at > max_lag for uid, at in known.items() if uid in bank.evicted)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lag": -1}, "0 or more"),
-        ({"max_lag": -1}, "0 or more"),
-        ({"lag": 2, "max_lag": 1}, "would be evicted"),
-        ({"consumption": "rollout"}, 'use "batch" or "group"'),
-        ({"on_unknown_env": "drop"}, 'use "raise" or "evict"'),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RolloutPipeline([EnvTask("A", 1, never)], None, None, **options)
-
-
 # -- closing
 
 
@@ -458,7 +298,8 @@ async def test_closing_banks_what_failed_before_or_says_that_it_cannot() -> None
     with pytest.raises(OSError, match="No space"):
         await pipeline.batch(0, 2)
     with pytest.raises(OSError, match="No space"):
-        await pipeline.aclose()
+        async with pipeline:
+            pass
     await pipeline.aclose()
     assert bank.names == ["a0"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from pipeline_doubles import MemoryBank, PlannedDraw, Restored, make_groups, names, never, run
 
@@ -42,6 +44,16 @@ def test_a_planned_draw_of_another_size_is_refused_and_stays_planned() -> None:
         run(pipeline.batch(5, 4))
     assert bank.iteration is None
     assert len(run(pipeline.batch(5, 3)).groups) == 3
+
+
+@pytest.mark.parametrize("consumption", ["batch", "group"])
+@pytest.mark.parametrize("num_groups", [0, -1])
+def test_a_batch_of_no_groups_is_refused(consumption: Literal["batch", "group"], num_groups: int) -> None:
+    plan = [PlannedDraw(5, [*make_groups("p", 3)])]
+    for restored in (Restored(plan), Restored()):
+        pipeline = RolloutPipeline([EnvTask(None, 1, never)], MemoryBank(), restored, consumption)
+        with pytest.raises(ValueError, match="at least one"):
+            run(pipeline.batch(5, num_groups))
 
 
 def test_a_draw_with_lost_groups_is_never_handed_out_smaller() -> None:

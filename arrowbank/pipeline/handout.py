@@ -5,7 +5,7 @@ Restored groups come first, then those that have waited, then fresh ones. Only w
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -91,21 +91,25 @@ class Handout:
 
     def _first(self, supply: Supply) -> Finished | None:
         """Return the group whose turn it is; whatever is too old before it is evicted."""
-        stale: dict[str, list[Finished]] = defaultdict(list)
+        stale: list[tuple[str, Finished]] = []
         while (finished := supply.first()) is not None and (reason := self._staleness(finished)):
             supply.take(finished)
-            stale[reason].append(finished)
-        while stale:
-            reason, items = next(iter(stale.items()))
-            try:
-                if self.bank is not None:
-                    self.bank.evict([item.group.uid or "" for item in items], reason)
-            except BaseException:
-                supply.put_back(item for others in stale.values() for item in others)
-                raise
-            del stale[reason]
-            self._count_useless(supply, items)
+            stale.append((reason, finished))
+        try:
+            for reason in dict.fromkeys(reason for reason, _ in stale):
+                self._evict(supply, [item for why, item in stale if why == reason], reason)
+                stale = [(why, item) for why, item in stale if why != reason]
+        except BaseException:
+            supply.put_back(item for _, item in stale)
+            raise
+        self._check_usefulness(supply)
         return finished
+
+    def _evict(self, supply: Supply, items: list[Finished], reason: str) -> None:
+        if self.bank is not None:
+            self.bank.evict([item.group.uid or "" for item in items], reason)
+        self.num_evicted[supply.key] += len(items)
+        self._num_useless += sum(not item.is_restored and item.collected == self.iteration for item in items)
 
     def _staleness(self, finished: Finished) -> str | None:
         """Say why the group is too old; None when it is not."""
@@ -116,9 +120,7 @@ class Handout:
         lag = 0 if since is None else self.iteration - since
         return f"lag {lag} is over max_lag {self.limits.max_lag}" if lag > self.limits.max_lag else None
 
-    def _count_useless(self, supply: Supply, evicted: list[Finished]) -> None:
-        self.num_evicted[supply.key] += len(evicted)
-        self._num_useless += sum(not item.is_restored and item.collected == self.iteration for item in evicted)
+    def _check_usefulness(self, supply: Supply) -> None:
         if self._num_useless >= MOST_REJECTED:
             raise RuntimeError(
                 f"{self._num_useless} groups in a row, the last one of environment {supply.key!r}, were finished for "

@@ -233,6 +233,8 @@ class RolloutPipeline:
     def _begin(self, iteration: int, num_groups: int) -> tuple[list[PlannedDraw], Handout]:
         """Begin the iteration: return what is replayed at it, and what is to be added to that."""
         iteration, num_groups = operator.index(iteration), operator.index(num_groups)
+        if num_groups < 1:
+            raise ValueError(f"a batch of {num_groups} groups: at least one")
         planned: list[PlannedDraw] = []
         if self._plan:
             by_piece = self._consumption == "group"
