@@ -329,11 +329,12 @@ def test_a_batch_killed_in_its_middle_goes_on_with_the_groups_that_it_had(
             if not marks_pieces:
                 bank.mark_consumed(uids, k)
 
-    bank = RolloutBank.open(path)
-    asyncio.run(train(bank, killed_after))
+    killed = RolloutBank.open(path)
+    asyncio.run(train(killed, killed_after))
     before, kept = trained.copy(), set(acknowledged)
     trained.clear()
     with RolloutBank.open(path, takeover="force") as bank:
+        killed.close()
         asyncio.run(train(bank, 99))
         assert bank.restore(0).report.pending_groups == 0
     assert trained[: len(before)] == before

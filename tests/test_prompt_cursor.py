@@ -49,6 +49,16 @@ class Disk:
     """The prompts of each batch that the weights hold, in order."""
     acknowledged: list[str] = field(default_factory=list)
     """Prompts whose groups the bank has acknowledged, by any life."""
+    bank: RolloutBank | None = None
+    """Of the last life."""
+
+    def reopened(self, path: Path) -> RolloutBank:
+        """Open the bank as after a kill; the handle of the life before is only then let go of."""
+        bank = RolloutBank.open(path, takeover="force")
+        if self.bank is not None:
+            self.bank.close()
+        self.bank = bank
+        return bank
 
 
 class MortalBank:
@@ -123,7 +133,7 @@ def own_loop(path: Path, disk: Disk, wire: Tripwire) -> None:
     model = disk.model
     weights, step = model["weights"], model["step"]
     del disk.trained[step:]
-    bank = MortalBank(RolloutBank.open(path, takeover="force"), wire, disk)
+    bank = MortalBank(disk.reopened(path), wire, disk)
     restored = bank.restore(step, session=model["session"])
     plan = list(restored.draws)
     prompts = ShuffledPrompts(model["state"])
@@ -213,7 +223,7 @@ class PipelineTrainer:
         self.weights = disk.model["weights"]
         self.step = disk.model["step"]
         del disk.trained[self.step :]
-        self.bank = MortalBank(RolloutBank.open(path, takeover="force"), wire, disk)
+        self.bank = MortalBank(disk.reopened(path), wire, disk)
         self.restored = self.bank.restore(self.step, session=disk.model["session"])
         state = self.restored.draws[-1].state if self.restored.draws else disk.model["state"]
         self.prompts = NumberedPrompts(state, self.restored.source_indices)
