@@ -29,7 +29,7 @@ def test_the_loop_trains_and_resumes(tmp_path: Path) -> None:
 
     from arrowbank import RolloutGroup, TokenRollout, scan
 
-    (program,) = [block for block in blocks("python") if "async def train" in block]
+    (program,) = [block for block in blocks("python") if "async def train(" in block]
     counter = itertools.count()
     trained: dict[int, list[str]] = {}
     saved: list[int] = []
@@ -70,7 +70,7 @@ def test_the_loop_without_a_pipeline_trains_and_resumes(tmp_path: Path, capsys: 
     """The README's own loop, stopped again and again, trains on every batch once, and generates nothing twice."""
     from arrowbank import RolloutBank, RolloutGroup, TokenRollout, scan
 
-    (program,) = [block for block in blocks("python") if "saved[" in block]
+    (program,) = [block for block in blocks("python") if "def train(run_dir, total, saved)" in block]
     generated: list[int] = []
     saved: dict[str, int | None] = {"step": 0, "session": None}
     steps: list[list[str]] = []
@@ -104,6 +104,48 @@ def test_the_loop_without_a_pipeline_trains_and_resumes(tmp_path: Path, capsys: 
         uid: k for k, batch in enumerate(weights) for uid in batch
     }
     assert capsys.readouterr().out.count("replay: ") == 5
+
+
+def test_the_loop_with_a_prompt_cursor_trains_on_every_prompt_once(tmp_path: Path) -> None:
+    """The README's recipe, stopped again and again, neither skips nor repeats a prompt, and generates none twice."""
+    import asyncio
+
+    from arrowbank import RolloutGroup, TokenRollout
+
+    (program,) = [block for block in blocks("python") if "async def train_ahead" in block]
+    saved: dict[str, object] = {"step": 0, "session": None, "cursor": b"[0, []]"}
+    steps: list[list[int]] = []
+    weights: list[list[int]] = []
+    banked: list[int] = []
+
+    async def sample(prompts: list[int]):  # type: ignore[no-untyped-def]
+        for prompt in sorted(prompts, key=lambda prompt: prompt % 3):  # in some order of completion
+            await asyncio.sleep(0)
+            yield RolloutGroup(rollouts=[TokenRollout(trajectory=[[1, prompt]], reward=1.0)], source_index=prompt)
+            banked.append(prompt)
+
+    class Stop(Exception):
+        pass
+
+    def train_step(groups: list[RolloutGroup]) -> None:
+        steps.append([int(group.source_index) for group in groups])  # type: ignore[attr-defined]
+        if len(steps) in (3, 9, 11, 18):
+            raise Stop
+
+    def save_model(state: dict[str, object]) -> None:
+        saved.update(state)
+        weights[:] = weights[: int(str(saved["step"])) - 5] + steps[-5:]
+
+    names = {"sample": sample, "train_step": train_step, "save_model": save_model}
+    exec(compile(program, "README.md", "exec"), names)
+    for _ in range(4):
+        with pytest.raises(Stop):
+            asyncio.run(names["train_ahead"](tmp_path, 15, saved))  # type: ignore[operator]
+    asyncio.run(names["train_ahead"](tmp_path, 15, saved))  # type: ignore[operator]
+    trained = [prompt for batch in weights for prompt in batch]
+    assert len(trained) == 15 * 8
+    assert len(set(trained)) == len(trained) and len(set(banked)) == len(banked)
+    assert max(trained) < 15 * 8 + 8  # those that are missing were made ahead of others
 
 
 def test_the_queries_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
