@@ -21,6 +21,7 @@ LAYERS = [
     ["writer"],
     ["bank"],
     ["pipeline"],
+    ["arguments", "integrations"],
     ["demo"],
     ["cli"],
 ]
