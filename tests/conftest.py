@@ -11,7 +11,7 @@ from machine import in_memory
 
 from arrowbank import RolloutBank
 
-pytest.register_assert_rewrite("damaged_banks")  # else its failed assertions tell no values
+pytest.register_assert_rewrite("damaged_banks", "exit_scripts", "takeovers")  # their failed asserts then tell values
 
 
 @pytest.fixture
