@@ -179,7 +179,7 @@ class Archivist:
         for name in retired:
             state.segment_bytes.pop(name, None)
             self._appender.sizes.pop(name, None)
-            self._ledger.writers.sizes.pop(name, None)
+        self._ledger.writers.let_go(retired)
         for segment in carried:
             state.segment_bytes[segment.name] = segment.nbytes
             state.groups |= {group.uid: group for group in segment.groups}

@@ -232,19 +232,22 @@ class Appender:
             self._durable = name, stream.offset, refs, nbytes
         except BaseException as error:
             if self._durable is None:
-                self._give_up(iteration, first, len(messages))
+                self._give_up(iteration, first, len(messages), is_fenced=isinstance(error, FencedError))
                 if isinstance(error, OSError):
                     self._check_fence()  # a takeover takes damaged segments away
             raise
 
-    def _give_up(self, iteration: int, first: int, count: int) -> None:
-        """Never write to the iteration's segment again, and say at once which of its records do not count."""
+    def _give_up(self, iteration: int, first: int, count: int, *, is_fenced: bool) -> None:
+        """Never write to the iteration's segment again, and say at once which of its records do not count.
+
+        Who was fenced does not say so in a segment: the new coordinator may have read them, and says what counts.
+        """
         name, stream = self._streams.pop(iteration)
         stream.poisoned = True
         try:
             if self._abandon is not None:
                 self._abandon(str(name), first, count)
-            else:
+            elif not is_fenced:
                 self._untold.append((str(name), first, count))
                 with contextlib.suppress(OSError, FencedError):  # then the next segment says so
                     self._open(iteration)

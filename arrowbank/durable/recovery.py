@@ -181,9 +181,11 @@ def read_groups(paths: BankPaths, manifest: Manifest, state: State, names: Itera
     for name in names:
         scans[name], data = read_segment(paths.segments / str(name), manifest.bank_id)
         state.segment_bytes[name] = len(data)
+        sealed = state.facts.records.get(str(name))
         for record in scans[name].records:  # before any record is counted: they speak of other segments
             for gone in abandoned_in(record.head) or ():
-                state.facts.add(Abandoned(*gone))
+                if sealed is None or record.sequence < sealed:
+                    state.facts.add(Abandoned(*gone))
     for name, found in scans.items():
         _take_in_segment(state, name, found)
 
