@@ -50,6 +50,8 @@ class Start(Job):
     fifo: str = ""
     token: str = ""
     """Of a writer."""
+    retry: bool = False
+    """A writer appends again what FencedError refused; otherwise it lets go of that."""
 
 
 class Named(Report):
@@ -147,7 +149,7 @@ class Coordinator(Trainer):
 
 
 class Writer:
-    """Appends in every way there is; who is fenced joins the next session and appends the refused groups again."""
+    """Appends in every way there is; who is fenced joins the next session."""
 
     def __init__(self, job: Start, report: Report, told: Told) -> None:
         self.job, self.report, self.told = job, report, told
@@ -191,6 +193,8 @@ class Writer:
         time.sleep(self.random.choice([0, 0.05, 0.5]) * self.random.random())  # the coordinator may be far by then
         self.hear()
         self.token, self.writer = self.next_token, None
+        if not self.job.retry:
+            self.refused = []
 
     def append(self) -> None:
         assert self.writer is not None
