@@ -203,7 +203,8 @@ class Run:
         self._read_all()
 
     def _end(self, process: Process) -> None:
-        signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
         select.select([process.pidfd], [], [])
         os.close(process.pidfd)
         os.close(process.told)
