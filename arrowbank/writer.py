@@ -6,6 +6,7 @@ belongs to one session: when the coordinator changes, or begins another session,
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from arrowbank.appending import Appends
+from arrowbank.durable import files
 from arrowbank.durable.appender import Appender
 from arrowbank.durable.following import MAIN
 from arrowbank.durable.intake import Intake
@@ -23,6 +25,9 @@ from arrowbank.durable.session import Membership
 from arrowbank.errors import BankClosedError, FencedError, InvalidDrawError
 
 __all__ = ["BankWriter", "WriterToken"]
+
+_PARTS = 10_000
+"""Part numbers of each writer of one name, one started after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,13 @@ class BankWriter(Appends):
         self._iteration = token.iteration
         self._closed = False
         self._appender = Appender(
-            paths, token.bank_id, token.session, name, check_fence=self._check_fence, abandon=None
+            paths,
+            token.bank_id,
+            token.session,
+            name,
+            check_fence=self._check_fence,
+            abandon=None,
+            first_part=_PARTS * _incarnation(paths, token.session, name),
         )
         self._intake = Intake(self._appender, session=token.session, writer=name, on_written=lambda: None)
 
@@ -75,9 +86,11 @@ class BankWriter(Appends):
         found = read_manifest(paths).bank_id
         if found != token.bank_id:
             raise ValueError(f"{paths.root}: bank {found}, and the token is of bank {token.bank_id}")
-        writer = cls(paths, token, check_writer(name))
-        writer._check_fence()
-        return writer
+        try:
+            return cls(paths, token, check_writer(name))
+        except FileNotFoundError:
+            Membership(paths, token.session, token.holder).check()
+            raise _ended(paths, token.session) from None
 
     def __enter__(self) -> Self:
         self._require_open()
@@ -117,4 +130,19 @@ class BankWriter(Appends):
     def _check_fence(self) -> None:
         self._member.check()
         if not self._paths.session_tmp(self._session).is_dir():
-            raise FencedError(f"{self._paths.root}: session {self._session} has ended; take a token of the next one")
+            raise _ended(self._paths, self._session)
+
+
+def _ended(paths: BankPaths, session: int) -> FencedError:
+    return FencedError(f"{paths.root}: session {session} has ended; take a token of the next one")
+
+
+def _incarnation(paths: BankPaths, session: int, name: str) -> int:
+    """Return how many writers of this name the session has had before: no name of a segment may ever recur."""
+    for number in itertools.count():
+        try:
+            os.close(files.create(paths.session_tmp(session) / f"writer-{name}-{number}"))
+        except FileExistsError:
+            continue
+        return number
+    raise AssertionError("unreachable")

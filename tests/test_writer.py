@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,20 @@ def test_a_writer_of_the_same_name_may_be_started_again(bank: RolloutBank, path:
     assert len(list((path / "segments").iterdir())) == 2
     with kill(path) as again:
         assert [group.uid for group in again.restore(0).pending["math"]] == uids
+
+
+def test_no_segments_name_recurs_though_the_first_one_is_archived_and_gone(bank: RolloutBank, path: Path) -> None:
+    for number in range(4):
+        bank.begin_iteration(number)
+        with BankWriter.open(replace(bank.writer_token(), iteration=0), "rank-1") as writer:
+            bank.mark_consumed([writer.append(token_group(number))], number)
+        bank.checkpoint(number + 1, wait=True)
+    assert len(list((path / "segments").iterdir())) < 4
+    late = BankWriter.open(replace(bank.writer_token(), iteration=0), "rank-1").append(token_group(9))
+    bank.begin_iteration(4)
+    bank.mark_consumed([late], 4)
+    with kill(path) as again:
+        assert [group.uid for draw in again.restore(4).draws for group in draw.groups] == [late]
 
 
 def test_closing_twice_is_no_error_and_a_closed_writer_refuses(bank: RolloutBank) -> None:

@@ -60,6 +60,7 @@ class Appender:
         *,
         check_fence: Callable[[], None],
         abandon: Callable[[str, int, int], None] | None,
+        first_part: int = 0,
     ) -> None:
         """abandon: tells the journal which records do not count; None: the next segment's first record does."""
         self.template = MessageTemplate(SEGMENT_SCHEMA)
@@ -74,6 +75,7 @@ class Appender:
         self._paths, self._bank_id, self._session, self._writer = paths, bank_id, session, writer
         self._check_fence = check_fence
         self._abandon = abandon
+        self._first_part = first_part
         self._lock = threading.Lock()
         """Held by the one who writes."""
         self._gate = threading.Lock()
@@ -257,7 +259,7 @@ class Appender:
     def _open(self, iteration: int) -> tuple[SegmentName, StreamWriter]:
         tmp = self._paths.session_tmp(self._session)
         while True:
-            part = self._parts.get(iteration, 0)
+            part = self._parts.get(iteration, self._first_part)
             self._parts[iteration] = part + 1
             name = SegmentName(self._session, iteration, part, self._writer)
             try:
