@@ -145,7 +145,7 @@ class Process:
 class Run:
     """A coordinator and its writers on one bank, and how they are killed."""
 
-    def __init__(self, directory: Path, seed: int, *, retry: bool = False, longest_wait_s: float = 0.0007) -> None:
+    def __init__(self, directory: Path, seed: int, *, longest_wait_s: float = 0.0007) -> None:
         self.bank = directory / "bank"
         self.directory = directory
         self.model = WritersModel()
@@ -155,7 +155,7 @@ class Run:
         self.token = ""
         self.found: Found | None = None
         self.random = random.Random(seed)
-        self._longest_wait_s, self._retry = longest_wait_s, retry
+        self._longest_wait_s = longest_wait_s
         self._started = 0
         self._unread = b""
         self._reports, write_end = os.pipe()
@@ -186,7 +186,6 @@ class Run:
             path=str(self.bank), seed=self.random.getrandbits(32), cycle=self._started, restore=restore,
             in_flight=False, longest_wait_s=self._longest_wait_s, name=f"{name}.{self._started}", fifo=str(fifo),
             token=token,
-            retry=self._retry,
         )  # fmt: skip
         process = Process(name, os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
         self.alive[name] = self.by_line[job.name] = process
@@ -416,13 +415,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
-    parser.add_argument("--retry", action="store_true", help="append again what FencedError refused")
     parser.add_argument("--keep", type=Path, help="an empty directory to make the bank in, and leave it")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     with contextlib.ExitStack() as stack:
         directory = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="arrowbank-")))
-        run = stack.enter_context(Run(directory, arguments.seed, retry=arguments.retry))
+        run = stack.enter_context(Run(directory, arguments.seed))
         with telling_the_seed(arguments.seed), telling(run):
             run.go(arguments.kills)
 

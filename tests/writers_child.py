@@ -50,8 +50,6 @@ class Start(Job):
     fifo: str = ""
     token: str = ""
     """Of a writer."""
-    retry: bool = False
-    """A writer appends again what FencedError refused; otherwise it lets go of that."""
 
 
 class Named(Report):
@@ -193,15 +191,10 @@ class Writer:
         time.sleep(self.random.choice([0, 0.05, 0.5]) * self.random.random())  # the coordinator may be far by then
         self.hear()
         self.token, self.writer = self.next_token, None
-        if not self.job.retry:
-            self.refused = []
+        self.refused = []
 
     def append(self) -> None:
         assert self.writer is not None
-        while self.refused:
-            serial, group = self.refused[0]
-            self.append_one(serial, group)
-            self.refused.pop(0)
         if self.iteration > self.began:
             self.writer.begin_iteration(self.iteration)
             self.began = self.iteration
