@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -40,6 +40,8 @@ def copy_to(directory: Path) -> Path:
 class Script:
     """One process of a program, and what it says."""
 
+    running: ClassVar[list[subprocess.Popen[str]]] = []
+
     def __init__(self, directory: Path, name: str) -> None:
         with (directory / "errors.txt").open("a") as errors:
             self.process = subprocess.Popen(
@@ -50,6 +52,7 @@ class Script:
                 stderr=errors,
                 text=True,
             )
+        self.running.append(self.process)
         self.said: list[str] = []
 
     def until(self, steps: int) -> bool:
@@ -96,8 +99,17 @@ def outcome(directory: Path) -> dict[str, Any]:
     return {"weights": model["weights"], "trained": trained}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _ended() -> Iterator[None]:
+    """Leave no process of a test that failed."""
+    yield
+    for process in Script.running:
+        with process:
+            process.kill()
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dict[str, Any]]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Any]]:
     """What a run leaves that nobody stops; it goes on beside the others."""
     directory = copy_to(tmp_path_factory.mktemp("twin") / "here")
     script = Script(directory, "trainer.py")
@@ -108,9 +120,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
         assert set(script.of_step("generated").values()) == {GROUPS}
         return outcome(directory)
 
-    with script.process:
-        yield found
-        script.process.kill()
+    return found
 
 
 @pytest.mark.parametrize("programs", [["trainer.py"], ["split.py"], ["split.py", "trainer.py"]], ids=" then ".join)
@@ -128,6 +138,8 @@ def test_a_program_goes_on_where_it_was(
         if script.until(dice.randint(0, 12)):
             time.sleep(dice.uniform(0, 0.25))
             stopped_by(script, (signal.SIGKILL, signal.SIGINT)[number // len(programs) % 2])
+        else:
+            assert script.end() == 0, (directory / "errors.txt").read_text()[-4000:]
     while runs[-1].process.returncode:  # a step a run at worst
         runs.append(Script(directory, programs[0]))
         assert runs[-1].end() == 0, (directory / "errors.txt").read_text()[-4000:]
