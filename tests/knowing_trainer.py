@@ -225,9 +225,9 @@ class KnowingTrainer:
         rollouts = [TokenRollout(trajectory=turns, env_id=env, reward=0.5) for turns in _tokens(number, members)]
         return RolloutGroup(rollouts=rollouts), Group("", number, env, split, members, source)
 
-    def begin(self, at: int) -> None:
+    def begin(self, at: int) -> bool:
         session = self.bank.session
-        self.call(f"begin_iteration({at})", lambda: self.bank.begin_iteration(at), lambda one: one.begin(session, at))
+        return self.call(f"begin_iteration({at})", lambda: self.bank.begin_iteration(at), lambda one: one.begin(session, at))
 
     def drawable(self) -> list[str]:
         planned = [uid for draw in self.model.plan(self.bank.session) for uid in draw.uids]
@@ -270,8 +270,8 @@ class KnowingTrainer:
     def tell(self, at: int, *, wait: bool) -> None:
         """Record a model checkpoint."""
         session = self.bank.session
-        if at > self.model.latest_checkpoint(session):
-            self.begin(at - 1)
+        if at > self.model.latest_checkpoint(session) and not self.begin(at - 1):
+            return  # killed there
         lives = self.call(
             f"checkpoint({at}, wait={wait})",
             lambda: self.bank.checkpoint(at, wait=wait),
