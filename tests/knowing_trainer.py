@@ -226,8 +226,8 @@ class KnowingTrainer:
         return RolloutGroup(rollouts=rollouts), Group("", number, env, split, members, source)
 
     def begin(self, at: int) -> bool:
-        session = self.bank.session
-        return self.call(f"begin_iteration({at})", lambda: self.bank.begin_iteration(at), lambda one: one.begin(session, at))
+        session, begin = self.bank.session, self.bank.begin_iteration
+        return self.call(f"begin_iteration({at})", lambda: begin(at), lambda one: one.begin(session, at))
 
     def drawable(self) -> list[str]:
         planned = [uid for draw in self.model.plan(self.bank.session) for uid in draw.uids]
