@@ -23,6 +23,7 @@ from arrowbank.errors import (
 from arrowbank.pipeline import EnvTask, RolloutPipeline, WeightedMultiTask
 from arrowbank.restored import BankStats, Draw, Restored, RestoreReport
 from arrowbank.types import Rollout, RolloutGroup, TokenRollout
+from arrowbank.writer import BankWriter, WriterToken
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ __all__ = [
     "BankNotFoundError",
     "BankStats",
     "BankView",
+    "BankWriter",
     "CorruptManifestError",
     "CorruptRecordError",
     "CorruptionError",
@@ -55,5 +57,6 @@ __all__ = [
     "UnknownGroupError",
     "UnrepresentableError",
     "WeightedMultiTask",
+    "WriterToken",
     "scan",
 ]

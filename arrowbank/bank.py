@@ -20,13 +20,15 @@ from types import TracebackType
 from typing import Literal, Self
 
 from arrowbank import exits
+from arrowbank.appending import Appends
 from arrowbank.archive.archivist import Archivist
 from arrowbank.archive.store import ArchiveStore, create_bank
 from arrowbank.durable import files, quarantine
 from arrowbank.durable.appender import Appender
+from arrowbank.durable.following import MAIN
 from arrowbank.durable.gauge import Gauge
 from arrowbank.durable.heartbeat import BEAT_S
-from arrowbank.durable.intake import AppendOptions, Intake
+from arrowbank.durable.intake import Intake
 from arrowbank.durable.journal import Drawn, Journal
 from arrowbank.durable.layout import BankPaths
 from arrowbank.durable.ledger import Ledger
@@ -35,15 +37,14 @@ from arrowbank.durable.recovery import read_state
 from arrowbank.durable.session import LEASE_S, Claim, Takeover, claim_session
 from arrowbank.errors import BankClosedError, CorruptionError, FencedError, InvalidDrawError
 from arrowbank.restored import BankStats, Restored, hand_back
-from arrowbank.types import RolloutGroup
+from arrowbank.writer import WriterToken
 
 __all__ = ["RolloutBank"]
 
 _log = logging.getLogger("arrowbank")
-_MAIN = "main"
 
 
-class RolloutBank:
+class RolloutBank(Appends):
     """A run's durable rollouts: append finished groups, mark what was trained on, get everything back at resume.
 
     Thread-safe. One coordinator at a time; a context manager that closes.
@@ -126,11 +127,13 @@ class RolloutBank:
         self._journal = Journal(self._paths, manifest.bank_id, claim.session, claim.check, state.facts)
         abandon = self._journal.abandon
         self._appender = Appender(
-            self._paths, manifest.bank_id, claim.session, _MAIN, check_fence=claim.check, abandon=abandon
+            self._paths, manifest.bank_id, claim.session, MAIN, check_fence=claim.check, abandon=abandon
         )
         has_groups = bool(state.groups) or bool(manifest.files)
-        self._ledger = Ledger(self._paths, claim.session, state, self._journal, self._appender, must_restore=has_groups)
-        self._intake = Intake(self._appender, session=claim.session, writer=_MAIN, on_written=self._gauge.rose)
+        self._ledger = Ledger(
+            self._paths, manifest.bank_id, claim.session, state, self._journal, self._appender, must_restore=has_groups
+        )
+        self._intake = Intake(self._appender, session=claim.session, writer=MAIN, on_written=self._gauge.rose)
         self._archivist = Archivist(
             self._store,
             self._ledger,
@@ -296,56 +299,25 @@ class RolloutBank:
             self._iteration = iteration
             line.began = max(line.began, iteration)
 
-    def append(
-        self,
-        group: RolloutGroup,
-        *,
-        split: str = "train",
-        evicted: str | None = None,
-        source_index: int | None = None,
-    ) -> str:
-        """Make a finished group durable; return the uid that it is given.
+    def writer_token(self) -> WriterToken:
+        """Return what ``BankWriter.open`` needs in another process of the run, for as long as this session lasts.
 
-        split: groups of another split than "train" are kept and never handed out. evicted: a reason why this group
-        will never be trained on. source_index: which prompt of its source it came from.
-
-        Durability: on return the group survives SIGKILL, and power loss on a disk that honours fsync.
-        Raises: UnrepresentableError naming the field; DuplicateGroupError; FencedError; OSError, after which the same
-        group may be appended again.
-        """
-        return self.append_many([group], split=split, evicted=evicted, source_index=source_index)[0]
-
-    def append_many(
-        self,
-        groups: Iterable[RolloutGroup],
-        *,
-        split: str = "train",
-        evicted: str | None = None,
-        source_index: int | None = None,
-    ) -> list[str]:
-        """Make several groups durable with one sync; return their uids. As ``append``.
-
-        When it raises, none of them is in the bank. A kill in its middle may leave some, each whole, as pending.
+        Raises InvalidDrawError before ``restore``.
         """
         self._require_open()
-        options = AppendOptions(split=split, evicted=evicted, source_index=source_index)
-        return self._intake.append(list(groups), self._iteration, options)
+        with self._lock:
+            self._require_open()
+            if not self._ledger.restored:
+                raise InvalidDrawError("writer_token before restore: a restore may begin another session")
+            bank_id, holder = self._store.manifest.bank_id, self._claim.holder
+            return WriterToken(str(self._paths.root), bank_id, self.session, holder.token, self._iteration)
 
-    async def append_async(
-        self,
-        group: RolloutGroup,
-        *,
-        split: str = "train",
-        evicted: str | None = None,
-        source_index: int | None = None,
-    ) -> str:
-        """As ``append``, without blocking the event loop; appends in flight share a sync.
-
-        The group's arrays must not change until it returns. A cancelled append may be durable all the same.
-        """
+    def _wait_for_successor(self, intake: Intake) -> None:
         self._require_open()
-        options = AppendOptions(split=split, evicted=evicted, source_index=source_index)
-        return await self._intake.append_async(group, lambda: self._iteration, options)
+        with self._lock:
+            self._require_open()
+            if self._intake is intake:
+                raise BankClosedError(f"{self._paths.root}: this handle is being closed; nothing was appended")
 
     # -- training
 

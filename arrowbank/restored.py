@@ -121,8 +121,8 @@ class Restored:
     """Which prompts of their source the planned and the pending groups came from: no need to generate these again.
     Those of settled groups are not among them; the trainer's own ``state`` tells how far it had got."""
     report: RestoreReport
-    _ages: dict[str, tuple[int, str | None]] = field(default_factory=dict, repr=False, compare=False)
-    """Pending group → its rank by age, and its problem where its rollouts agree on one."""
+    _ages: dict[str, tuple[int, str | None, int]] = field(default_factory=dict, repr=False, compare=False)
+    """Pending group → its rank by age, its problem where its rollouts agree on one, and the iteration of its finish."""
     _taking: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def take(self, n: int = 1, *, env_id: EnvId | None = None, problem_id: str | None = None) -> list[RolloutGroup]:
@@ -150,9 +150,13 @@ class Restored:
                 queue.extend(left)
         return taken
 
-    def _age(self, group: RolloutGroup) -> tuple[int, str | None]:
+    def collected_iteration(self, group: RolloutGroup) -> int | None:
+        """Return the iteration at which a pending group was finished; None when it is no group of this restore."""
+        return self._age(group)[2]
+
+    def _age(self, group: RolloutGroup) -> tuple[int, str | None, int | None]:
         """A group that somebody else has put into ``pending`` is the youngest."""
-        return self._ages.get(str(group.uid), (len(self._ages), None))
+        return self._ages.get(str(group.uid), (len(self._ages), None, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +187,11 @@ def hand_back(ledger: Ledger, *, revived_groups: int, quarantined: int, seconds:
     draws = [_draw(state, line, draw) for draw in line.plan()]
     handed = {group.uid for draw in draws for group in draw.groups}
     pending: GroupQueuesPerEnv = {}
-    ages: dict[str, tuple[int, str | None]] = {}
+    ages: dict[str, tuple[int, str | None, int]] = {}
     for uid, ref in sorted(state.groups.items(), key=lambda item: item[1].age):
         if ref.head["split"] == "train" and uid not in state.history.evicted and line.find(uid) is None:
             pending.setdefault(ref.head["env"], deque()).append(_stored(ref))
-            ages[uid] = len(ages), ref.head["problem"]
+            ages[uid] = len(ages), ref.head["problem"], ref.head["iteration"]
             handed.add(uid)
     sources = (ref.head.get("source_index") for uid, ref in state.groups.items() if uid in handed)
     report = RestoreReport(

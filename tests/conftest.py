@@ -14,7 +14,7 @@ from arrowbank import RolloutBank, exits
 
 # Of children that these tests start: a heart beats in a thread, and Python 3.12 warns of forks beside any thread.
 os.environ["PYTHONWARNINGS"] = "ignore:This process:DeprecationWarning"
-pytest.register_assert_rewrite("damaged_banks")  # else its failed assertions tell no values
+pytest.register_assert_rewrite("damaged_banks", "exit_scripts", "takeovers")  # their failed asserts then tell values
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What ``test_takeover`` stops and overtakes: the trainer of ``kill_child``, that can stop itself at a chosen call.
+"""What ``takeovers`` stops and overtakes: the trainer of ``kill_child``, that can stop itself at a chosen call.
 
 Run as ``takeover_child.py REPORT_FD [FAULT]`` this is a server that forks one trainer for each job, a JSON line on its
 standard input. The report is that of ``kill_child``, and besides:

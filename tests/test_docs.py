@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from arrowbank import RolloutBank
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -29,7 +31,7 @@ def test_the_loop_trains_and_resumes(tmp_path: Path) -> None:
 
     from arrowbank import RolloutGroup, TokenRollout, scan
 
-    (program,) = [block for block in blocks("python") if "async def train" in block]
+    (program,) = [block for block in blocks("python") if "async def train(" in block]
     counter = itertools.count()
     trained: dict[int, list[str]] = {}
     saved: list[int] = []
@@ -66,51 +68,53 @@ def test_the_loop_trains_and_resumes(tmp_path: Path) -> None:
     assert scan(tmp_path / "bank").to_arrow().num_rows == 64 * 40
 
 
-def test_the_loop_without_a_pipeline_trains_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The README's own loop, stopped again and again, trains on every batch once, and generates nothing twice."""
-    from arrowbank import RolloutBank, RolloutGroup, TokenRollout, scan
+def test_the_loop_with_a_prompt_cursor_trains_on_every_prompt_once(tmp_path: Path) -> None:
+    """The README's recipe, stopped again and again, neither skips nor repeats a prompt, and generates none twice."""
+    import asyncio
 
-    (program,) = [block for block in blocks("python") if "saved[" in block]
-    generated: list[int] = []
-    saved: dict[str, int | None] = {"step": 0, "session": None}
-    steps: list[list[str]] = []
-    weights: list[list[str]] = []
+    from arrowbank import RolloutGroup, TokenRollout
 
-    def generate(count: int) -> list[RolloutGroup]:
-        generated.extend(range(count))
-        return [
-            RolloutGroup(rollouts=[TokenRollout(trajectory=[[1, len(generated)]], reward=1.0)]) for _ in range(count)
-        ]
+    (program,) = [block for block in blocks("python") if "async def train_ahead" in block]
+    saved: dict[str, object] = {"step": 0, "session": None, "cursor": b"[0, []]"}
+    steps: list[list[int]] = []
+    weights: list[list[int]] = []
+    banked: list[int] = []
+
+    async def sample(prompts: list[int]):  # type: ignore[no-untyped-def]
+        for prompt in sorted(prompts, key=lambda prompt: prompt % 3):  # in some order of completion
+            await asyncio.sleep(0)
+            yield RolloutGroup(rollouts=[TokenRollout(trajectory=[[1, prompt]], reward=1.0)], source_index=prompt)
+            banked.append(prompt)
+
+    class Stop(Exception):
+        pass
 
     def train_step(groups: list[RolloutGroup]) -> None:
-        steps.append([str(group.uid) for group in groups])
+        steps.append([int(group.source_index) for group in groups])  # type: ignore[attr-defined]
         if len(steps) in (3, 9, 11, 18):
-            raise KeyboardInterrupt
+            raise Stop
 
-    def save_model(state: dict[str, int | None]) -> None:
+    def save_model(state: dict[str, object]) -> None:
         saved.update(state)
-        weights[:] = weights[: int(saved["step"] or 0) - 5] + steps[-5:]
+        weights[:] = weights[: int(str(saved["step"])) - 5] + steps[-5:]
 
-    names = {"RolloutBank": RolloutBank, "generate": generate, "train_step": train_step, "save_model": save_model}
+    names = {"sample": sample, "train_step": train_step, "save_model": save_model}
     exec(compile(program, "README.md", "exec"), names)
     for _ in range(4):
-        with pytest.raises(KeyboardInterrupt):
-            names["train"](tmp_path, 20, saved)  # type: ignore[operator]
-    names["train"](tmp_path, 20, saved)  # type: ignore[operator]
-    assert len(weights) == 20
-    assert len({uid for batch in weights for uid in batch}) == 20 * 8 == len(generated)
-    rows = scan(tmp_path / "bank").to_arrow().select(["group_uid", "consumed_iteration"]).to_pylist()
-    assert {row["group_uid"]: row["consumed_iteration"] for row in rows} == {
-        uid: k for k, batch in enumerate(weights) for uid in batch
-    }
-    assert capsys.readouterr().out.count("replay: ") == 5
+        with pytest.raises(Stop):
+            asyncio.run(names["train_ahead"](tmp_path, 15, saved))  # type: ignore[operator]
+    asyncio.run(names["train_ahead"](tmp_path, 15, saved))  # type: ignore[operator]
+    trained = [prompt for batch in weights for prompt in batch]
+    assert len(trained) == 15 * 8
+    assert len(set(trained)) == len(trained) and len(set(banked)) == len(banked)
+    assert max(trained) < 15 * 8 + 8  # those that are missing were made ahead of others
 
 
 def test_the_queries_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import duckdb
     import pandas as pd
 
-    from arrowbank import RolloutBank, RolloutGroup, TokenRollout
+    from arrowbank import RolloutGroup, TokenRollout
 
     monkeypatch.chdir(tmp_path)
     with RolloutBank.open("run/bank") as bank:
@@ -129,6 +133,41 @@ def test_the_queries_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.Monke
     assert eval(pandas_block.strip().splitlines()[-1], names)["reward"].sum() == 3.0
     (query,) = blocks("sql")
     assert [row[2] for row in duckdb.sql(query).fetchall()] == [0.0, 1.0, 2.0]
+
+
+def test_megatron_opens_the_bank_once_the_lines_were_run(tmp_path: Path) -> None:
+    (install,) = [block for block in blocks("python") if "integrations.megatron" in block]
+    opens = """
+from types import SimpleNamespace
+from megatron.rl import rl_utils
+args = SimpleNamespace(grpo_iterations=1, grpo_prompts_per_step=1, grpo_group_size=2, global_batch_size=2)
+args.rl_durable_rollout_bank, args.rl_rollout_bank_dir, args.rl_rollout_bank_max_bytes = True, None, 0
+args.save = "save"
+sys.modules["megatron.training.global_vars"] = SimpleNamespace(get_args=lambda: args)
+bank = rl_utils.maybe_get_rollout_bank(args)
+print(type(bank).__module__, bank.bank._paths.root.relative_to(Path.cwd()))
+bank.close()
+"""
+    code = "import sys\nfrom pathlib import Path\n" + install + opens
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "megatron_standin")])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["arrowbank.integrations.megatron", "save/rollout_bank"]
+
+
+def test_the_flags_open_a_bank_where_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (flags,) = [block for block in blocks("python") if "arrowbank.arguments" in block]
+    names: dict[str, object] = {}
+    exec(compile(flags, "README.md", "exec"), names)
+    bank = names["bank"]
+    assert isinstance(bank, RolloutBank)
+    assert (tmp_path / "run" / "bank" / "MANIFEST.json").exists()
+    bank.close()
+
+
+def test_lines_fit() -> None:
+    assert [line for line in README.splitlines() if len(line) > 120] == []
 
 
 def test_the_two_commands_are_there() -> None:

@@ -17,9 +17,11 @@ LAYERS = [
     ["codec"],
     ["durable"],
     ["archive"],
-    ["restored"],
+    ["restored", "appending"],
+    ["writer"],
     ["bank"],
     ["pipeline"],
+    ["arguments", "integrations"],
     ["demo"],
     ["cli"],
 ]

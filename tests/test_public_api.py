@@ -15,6 +15,7 @@ def test_top_level_names_are_pinned() -> None:
         "BankNotFoundError",
         "BankStats",
         "BankView",
+        "BankWriter",
         "CorruptManifestError",
         "CorruptRecordError",
         "CorruptionError",
@@ -37,6 +38,7 @@ def test_top_level_names_are_pinned() -> None:
         "UnknownGroupError",
         "UnrepresentableError",
         "WeightedMultiTask",
+        "WriterToken",
         "scan",
     ]
 
@@ -65,7 +67,7 @@ def test_rollout_fields_keep_megatrons_names() -> None:
 
 
 def test_bank_methods_are_pinned() -> None:
-    public = {name for name in vars(arrowbank.RolloutBank) if not name.startswith("_")}
+    public = {name for name in dir(arrowbank.RolloutBank) if not name.startswith("_")}
     assert public == {
         "append",
         "append_async",
@@ -81,6 +83,7 @@ def test_bank_methods_are_pinned() -> None:
         "restore",
         "session",
         "stats",
+        "writer_token",
     }
 
 

@@ -88,8 +88,8 @@ class Archivist:
                 lambda: self._sum_up(state.history, healed.carried, segments),
             )
             self._swap(healed.retired, [group.uid for carried in healed.carried for group in carried.groups], ())
-            for carried in healed.carried:  # mapped, since a restore hands them back
-                read_groups(self.store.paths, self.store.manifest, state, carried.name)
+            names = [carried.name for carried in healed.carried]
+            read_groups(self.store.paths, self.store.manifest, state, names)  # mapped, since a restore hands them back
             self.store.commit(Change())  # which takes away the damaged files
         except OSError as error:
             self._check_fence()
@@ -141,6 +141,7 @@ class Archivist:
             made = {*state.segment_bytes, *self._appender.sizes.copy()}
             active = self._appender.active_names()
             self._ledger.take_arrivals()
+            made |= self._ledger.look_at_writers()
             return compaction.plan(
                 self.store.paths.root,
                 self.store.manifest.bank_id,
@@ -178,6 +179,7 @@ class Archivist:
         for name in retired:
             state.segment_bytes.pop(name, None)
             self._appender.sizes.pop(name, None)
+        self._ledger.writers.let_go(retired)
         for segment in carried:
             state.segment_bytes[segment.name] = segment.nbytes
             state.groups |= {group.uid: group for group in segment.groups}

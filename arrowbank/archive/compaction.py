@@ -267,8 +267,8 @@ def _groups_of(paths: BankPaths, task: Task) -> list[GroupRef]:
     for name in task.segments:
         scan, _ = read_segment(paths.segments / str(name), task.bank_id)
         for record in scan.records:
-            uid = record.head["uid"]
-            if task.places.get(uid) == (name, record.sequence):
+            uid = record.head.get("uid")
+            if uid is not None and task.places.get(uid) == (name, record.sequence):
                 found[uid] = GroupRef(uid, name, record.sequence, record.head, record)
     missing = sorted(task.places.keys() - found.keys())
     if missing:

@@ -72,12 +72,15 @@ class ObservedBank:
         self._iteration = iteration
         self._bank.begin_iteration(iteration)
 
-    async def append_async(self, group: RolloutGroup, **_: Any) -> str:
+    def evict(self, uids: Iterable[str], reason: str) -> None:
+        """Evict from the bank."""
+        self._bank.evict(uids, reason)
+
+    async def append_async(self, group: RolloutGroup, **options: Any) -> str:
         """Append to the bank; once it has acknowledged, never again is this group to be generated."""
-        index = source_index(group)
         progress.announce(progress.APPENDING, self._iteration)
-        uid = await self._bank.append_async(group, source_index=index)
-        self._log.acknowledged(self._iteration, group.env_id, index)
+        uid = await self._bank.append_async(group, **options)
+        self._log.acknowledged(self._iteration, group.env_id, source_index(group))
         progress.announce(progress.ACKNOWLEDGED, self._iteration)
         return uid
 

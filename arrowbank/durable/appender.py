@@ -10,6 +10,7 @@ file in which a write failed gets no further record, and its abandoned sequence 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import threading
@@ -18,10 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 from arrowbank.durable.layout import BankPaths, SegmentName
-from arrowbank.durable.message import MessageTemplate
+from arrowbank.durable.message import MessageTemplate, build_message, empty_batch
 from arrowbank.durable.segment import GroupRef, SegmentFacts
 from arrowbank.durable.stream import StreamWriter
-from arrowbank.errors import BankClosedError
+from arrowbank.errors import BankClosedError, FencedError
 from arrowbank.schema import SEGMENT_SCHEMA
 
 __all__ = ["Appender", "Ticket"]
@@ -58,8 +59,10 @@ class Appender:
         writer: str,
         *,
         check_fence: Callable[[], None],
-        abandon: Callable[[str, int, int], None],
+        abandon: Callable[[str, int, int], None] | None,
+        first_part: int = 0,
     ) -> None:
+        """abandon: tells the journal which records do not count; None: the next segment's first record does."""
         self.template = MessageTemplate(SEGMENT_SCHEMA)
         self.arrived: deque[GroupRef] = deque()
         """Durable groups, in order, for the bank to take over."""
@@ -72,6 +75,7 @@ class Appender:
         self._paths, self._bank_id, self._session, self._writer = paths, bank_id, session, writer
         self._check_fence = check_fence
         self._abandon = abandon
+        self._first_part = first_part
         self._lock = threading.Lock()
         """Held by the one who writes."""
         self._gate = threading.Lock()
@@ -85,6 +89,8 @@ class Appender:
         """Set once the batch is on the disk, and nobody else's: its segment, the end of that, its groups, its bytes."""
         self._error: Exception | None = _interrupted()
         """What the batch's tickets are to be told, unless it is durable."""
+        self._untold: list[tuple[str, int, int]] = []
+        """Records that do not count, and of which no file says so yet."""
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -228,29 +234,54 @@ class Appender:
             self._durable = name, stream.offset, refs, nbytes
         except BaseException as error:
             if self._durable is None:
-                self._give_up(iteration, first, len(messages))
+                self._give_up(iteration, first, len(messages), is_fenced=isinstance(error, FencedError))
                 if isinstance(error, OSError):
                     self._check_fence()  # a takeover takes damaged segments away
             raise
 
-    def _give_up(self, iteration: int, first: int, count: int) -> None:
-        """Never write to the iteration's segment again, and journal which of its records do not count."""
+    def _give_up(self, iteration: int, first: int, count: int, *, is_fenced: bool) -> None:
+        """Never write to the iteration's segment again, and say at once which of its records do not count.
+
+        Who was fenced does not say so in a segment: the new coordinator may have read them, and says what counts.
+        """
         name, stream = self._streams.pop(iteration)
         stream.poisoned = True
         try:
-            self._abandon(str(name), first, count)
+            if self._abandon is not None:
+                self._abandon(str(name), first, count)
+            elif not is_fenced:
+                self._untold.append((str(name), first, count))
+                with contextlib.suppress(OSError, FencedError):  # then the next segment says so
+                    self._open(iteration)
         finally:
             stream.close()
 
     def _open(self, iteration: int) -> tuple[SegmentName, StreamWriter]:
-        part = self._parts.get(iteration, 0)
-        self._parts[iteration] = part + 1
-        name = SegmentName(self._session, iteration, part, self._writer)
         tmp = self._paths.session_tmp(self._session)
-        stream = StreamWriter.create(self._paths.segments / str(name), tmp, self._bank_id, SEGMENT_SCHEMA)
+        while True:
+            part = self._parts.get(iteration, self._first_part)
+            self._parts[iteration] = part + 1
+            name = SegmentName(self._session, iteration, part, self._writer)
+            try:
+                stream = StreamWriter.create(self._paths.segments / str(name), tmp, self._bank_id, SEGMENT_SCHEMA)
+                break
+            except FileExistsError:
+                continue  # of a writer of this name that was killed, or lives
         self.sizes[name] = stream.offset
+        if self._untold:
+            self._tell(stream)
         self._streams[iteration] = name, stream
         return name, stream
+
+    def _tell(self, stream: StreamWriter) -> None:
+        """Begin a segment with what no journal says."""
+        try:
+            stream.append([build_message(empty_batch(SEGMENT_SCHEMA), {"abandoned": self._untold})])
+            self._check_fence()
+        except BaseException:
+            stream.close()
+            raise
+        self._untold = []
 
     def _close(self, iteration: int) -> None:
         name, stream = self._streams.pop(iteration)

@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 from arrowbank import codec
 from arrowbank.durable.appender import Appender, Ticket
-from arrowbank.errors import DuplicateGroupError
+from arrowbank.errors import DuplicateGroupError, FencedError
 from arrowbank.types import RolloutGroup
 
 __all__ = ["AppendOptions", "Intake"]
@@ -82,7 +82,9 @@ class Intake:
             _log.debug("an event loop was closed while an append was in flight")
 
     def _written(self, ticket: Ticket) -> None:
-        """Note how an append went."""
+        """Note how an append went. Of one that was fenced, the new coordinator says what has become: no retry."""
+        if isinstance(ticket.error, FencedError):
+            return
         if ticket.error is not None or not ticket.done:
             _failed.update(head["uid"] for head in ticket.heads)
         else:
@@ -133,7 +135,8 @@ class Intake:
             _failed.remove(group.uid)  # in one step: of two retries at once, one is a duplicate
         except KeyError:
             raise DuplicateGroupError(
-                f"the group has uid {group.uid}: it was appended before. To append a copy, set uid to None"
+                f"the group has uid {group.uid}: it was appended before, or by somebody who lost the bank meanwhile, "
+                "and may be pending. To append a copy, set uid to None"
             ) from None
         retried.append(group.uid)
         return group.uid

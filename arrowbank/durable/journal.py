@@ -195,6 +195,11 @@ class Journal:
             self._write([snapshot(self._facts)])
             return JournalName(self._session, self._part - 1)
 
+    def learn(self, entry: Abandoned) -> None:
+        """Take in what a file says that is no journal, for the next snapshot to tell."""
+        with self._lock:
+            self._facts.add(entry)
+
     def forget(self, names: Iterable[str]) -> None:
         """Let go of facts of files that are gone."""
         with self._lock:

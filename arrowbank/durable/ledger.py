@@ -13,11 +13,12 @@ from pathlib import Path
 
 from arrowbank.durable import files
 from arrowbank.durable.appender import Appender
-from arrowbank.durable.journal import Checkpointed, Drawn, Entry, Evicted, Journal, Restored, Sealed
+from arrowbank.durable.following import Follower
+from arrowbank.durable.journal import Abandoned, Checkpointed, Drawn, Entry, Evicted, Journal, Restored, Sealed
 from arrowbank.durable.layout import BankPaths, JournalName, SegmentName
 from arrowbank.durable.line import Line
 from arrowbank.durable.recovery import State
-from arrowbank.durable.segment import SegmentFacts
+from arrowbank.durable.segment import GroupRef, SegmentFacts, abandoned_in, check_head
 from arrowbank.errors import BankClosedError, CorruptRecordError, InvalidDrawError, UnknownGroupError
 
 __all__ = ["Ledger"]
@@ -29,7 +30,15 @@ class Ledger:
     """The state of one session."""
 
     def __init__(
-        self, paths: BankPaths, session: int, state: State, journal: Journal, appender: Appender, *, must_restore: bool
+        self,
+        paths: BankPaths,
+        bank_id: str,
+        session: int,
+        state: State,
+        journal: Journal,
+        appender: Appender,
+        *,
+        must_restore: bool,
     ) -> None:
         self.state = state
         self.restored = False
@@ -38,6 +47,8 @@ class Ledger:
         self.rivals: tuple[int, ...] = ()
         """Newer sessions that may have got to it, too."""
         self._interrupted = False
+        self.writers = Follower(paths, bank_id, session)
+        """The run's other writers."""
         self._fresh = Line(session, makers=[(0, session)])
         """Until the session restores or writes something, its line is not part of the history."""
         self._paths, self._session = paths, session
@@ -62,7 +73,8 @@ class Ledger:
     @property
     def live_bytes(self) -> int:
         """Bytes of segments that are not archived."""
-        return sum([*self.state.segment_bytes.values(), *self._appender.sizes.copy().values()])
+        sizes = (self.state.segment_bytes, self._appender.sizes, self.writers.sizes)
+        return sum(nbytes for each in sizes for nbytes in each.copy().values())
 
     # -- resume
 
@@ -153,6 +165,27 @@ class Ledger:
                 self.state.history.evicted[ref.uid] = ref.head["evicted"]
             arrived.popleft()
 
+    def look_at_writers(self) -> set[SegmentName]:
+        """Take over groups of the run's other writers; return those of their segments that are finished and read."""
+        for record in self.writers.look():
+            told = abandoned_in(record.head)
+            for gone in told or ():
+                self._abandoned(Abandoned(*gone))
+            name = SegmentName.parse(record.name)
+            if told is None and name is not None and check_head(record.head) is None:
+                ref = GroupRef(record.head["uid"], name, record.sequence, record.head)
+                self.state.groups.setdefault(ref.uid, ref)
+                if "evicted" in record.head:
+                    self.state.history.evicted.setdefault(ref.uid, record.head["evicted"])
+        return set(self.writers.finished)
+
+    def _abandoned(self, gone: Abandoned) -> None:
+        """A writer's append failed: what was read of it meanwhile does not count."""
+        self._journal.learn(gone)
+        for uid, ref in list(self.state.groups.items()):
+            if str(ref.segment) == gone.name and ref.sequence in gone.sequences and self.line.find(uid) is None:
+                del self.state.groups[uid]
+
     def finish(self) -> None:
         """Write what waits and say how many records each segment has."""
         try:
@@ -237,6 +270,9 @@ class Ledger:
             )
 
     def _require_known(self, uids: Iterable[str]) -> None:
+        groups = self.state.groups
+        if any(uid not in groups or groups[uid].segment in self.writers.sizes for uid in uids):
+            self.look_at_writers()  # a new one, or one whose append has failed since it was read
         unknown = [uid for uid in uids if uid not in self.state.groups]
         if unknown:
             raise UnknownGroupError(

@@ -20,7 +20,7 @@ import pyarrow as pa
 from arrowbank.columns import Buffer, Columns
 from arrowbank.durable import seal
 
-__all__ = ["HEAD_KEY", "PREFIX", "MessageTemplate", "build_message", "read_head"]
+__all__ = ["HEAD_KEY", "PREFIX", "MessageTemplate", "build_message", "empty_batch", "read_head"]
 
 PREFIX = struct.Struct("<Ii")
 """Continuation marker 0xFFFFFFFF and the header's length in bytes; both 0 mean the end of the stream."""
@@ -88,6 +88,11 @@ class _Shape:
 def build_message(batch: pa.RecordBatch, head: dict[str, Any]) -> bytearray:
     """Return the message of a ready batch, its seal not yet filled in; slower than a template, for cold paths."""
     return _serialise(batch, _text(head))
+
+
+def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
+    """Return a batch without rows, for a record that only has something to say in its head."""
+    return pa.RecordBatch.from_arrays([_blank(field.type, 0) for field in schema], schema=schema)
 
 
 def read_head(message: memoryview) -> dict[str, Any]:

@@ -8,16 +8,17 @@ is told, and what came later, from somebody who had lost his place by then, does
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from arrowbank.durable.history import History
-from arrowbank.durable.journal import Entry, Facts, Snapshot, read_journal
+from arrowbank.durable.journal import Abandoned, Entry, Facts, Snapshot, read_journal
 from arrowbank.durable.layout import BankPaths, JournalName, SegmentName
 from arrowbank.durable.manifest import Manifest
-from arrowbank.durable.segment import GroupRef, check_head, read_segment
+from arrowbank.durable.segment import GroupRef, abandoned_in, check_head, read_segment
 from arrowbank.durable.snapshot import load_snapshot
-from arrowbank.durable.stream import Damage, Record
+from arrowbank.durable.stream import Damage, Record, Scan
 from arrowbank.errors import CorruptRecordError
 
 __all__ = ["State", "live_segments", "read_groups", "read_state"]
@@ -52,8 +53,7 @@ def read_state(paths: BankPaths, manifest: Manifest) -> State:
     state = State()
     _read_journals(paths, manifest, state)
     live = live_segments(paths, manifest)
-    for name in live:
-        read_groups(paths, manifest, state, name)
+    read_groups(paths, manifest, state, live)
     _note_missing(state, manifest, set(map(str, live)))
     return state
 
@@ -175,10 +175,22 @@ def _iterations_around(damage: Damage, entries: list[tuple[Record, Entry]]) -> s
     return f"{first}, up to {after[0]}," if after else first
 
 
-def read_groups(paths: BankPaths, manifest: Manifest, state: State, name: SegmentName) -> None:
-    """Read one segment's groups into a state."""
-    found, data = read_segment(paths.segments / str(name), manifest.bank_id)
-    state.segment_bytes[name] = len(data)
+def read_groups(paths: BankPaths, manifest: Manifest, state: State, names: Iterable[SegmentName]) -> None:
+    """Read segments' groups into a state."""
+    scans = {}
+    for name in names:
+        scans[name], data = read_segment(paths.segments / str(name), manifest.bank_id)
+        state.segment_bytes[name] = len(data)
+        sealed = state.facts.records.get(str(name))
+        for record in scans[name].records:  # before any record is counted: they speak of other segments
+            for gone in abandoned_in(record.head) or ():
+                if sealed is None or record.sequence < sealed:
+                    state.facts.add(Abandoned(*gone))
+    for name, found in scans.items():
+        _take_in_segment(state, name, found)
+
+
+def _take_in_segment(state: State, name: SegmentName, found: Scan) -> None:
     sealed = state.facts.records.get(str(name))
     written = found.records[-1].sequence + 1 if found.records else 0
     if sealed is None:
@@ -193,7 +205,7 @@ def read_groups(paths: BankPaths, manifest: Manifest, state: State, name: Segmen
     count = 0
     for record in found.records:
         if record.sequence < sealed and state.facts.counts(str(name), record.sequence):
-            count += _take_in(state, name, record)
+            count += abandoned_in(record.head) is not None or _take_in(state, name, record)
     if sealed - given_up > count:
         state.lost[str(name)] = sealed - given_up - count
 

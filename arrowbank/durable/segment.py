@@ -22,6 +22,7 @@ __all__ = [
     "NOT_A_GROUP",
     "GroupRef",
     "SegmentFacts",
+    "abandoned_in",
     "check_head",
     "describe",
     "load_batch",
@@ -104,6 +105,21 @@ _HEAD: dict[str, tuple[type | tuple[type, ...], bool]] = {
 }  # fmt: skip
 _INT64 = range(-(2**63), 2**63)
 _COUNTS = ("iteration", "size", "session")
+
+
+def abandoned_in(head: dict[str, Any]) -> list[tuple[str, int, int]] | None:
+    """Return what a record's head says of records that do not count: file, first, how many. None when it is a group's.
+
+    A writer that is not the coordinator has no journal: it says so in the first record of its next segment.
+    """
+    if "uid" in head or not isinstance(head.get("abandoned"), list):
+        return None
+    found = []
+    for told in head["abandoned"]:
+        match told:
+            case [str(name), int(first), int(count)] if 0 <= first < 2**62 and 0 <= count < 2**62:
+                found.append((name, first, count))
+    return found
 
 
 def check_head(head: dict[str, Any]) -> str | None:

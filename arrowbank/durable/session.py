@@ -31,7 +31,7 @@ from arrowbank.durable.heartbeat import BEAT_S, Heartbeat, last_beat
 from arrowbank.durable.layout import LAST_SESSION, BankPaths
 from arrowbank.errors import BankLockedError, CorruptionError, FencedError
 
-__all__ = ["LEASE_S", "Claim", "Holder", "Takeover", "claim_session"]
+__all__ = ["LEASE_S", "Claim", "Holder", "Membership", "Takeover", "claim_session"]
 
 _log = logging.getLogger("arrowbank")
 
@@ -86,21 +86,19 @@ class _Lock(BaseModel):
     closed: bool = False
 
 
-class Claim:
-    """A session of this process. Its heart beats until it is released or given up, or the process ends."""
+class Membership:
+    """Of a session, for whoever writes in it: the coordinator, and other processes of the run."""
 
-    def __init__(self, paths: BankPaths, holder: Holder) -> None:
+    def __init__(self, paths: BankPaths, session: int, token: str) -> None:
+        """Raises FencedError when the session was never claimed under this token."""
         self.paths = paths
-        self.holder = holder
-        self.session = holder.session
-        self._own = os.fspath(paths.claim(holder.session))
+        self.session = session
+        self._own = os.fspath(paths.claim(session))
+        self._next = os.fspath(paths.claim(session + 1))
         self._identity = _identity(self._own)
-        self._next = os.fspath(paths.claim(holder.session + 1))
-        self._heart = Heartbeat(paths.claim(holder.session))
-
-    @property
-    def tmp(self) -> Path:
-        return self.paths.session_tmp(self.session)
+        holder = _read(paths.claim(session), Holder)
+        if holder is None or holder.token != token:
+            raise FencedError(f"{paths.root}: session {session} is {holder or 'not there'}: another than was meant")
 
     def check(self) -> None:
         """Raise FencedError when a later session has been claimed, FileNotFoundError when the bank is not there.
@@ -120,6 +118,19 @@ class Claim:
             raise FileNotFoundError(
                 errno.ENOENT, "the bank was removed or moved away while it was open", os.fspath(self.paths.root)
             )
+
+
+class Claim(Membership):
+    """A session of this process. Its heart beats until it is released or given up, or the process ends."""
+
+    def __init__(self, paths: BankPaths, holder: Holder) -> None:
+        super().__init__(paths, holder.session, holder.token)
+        self.holder = holder
+        self._heart = Heartbeat(paths.claim(holder.session))
+
+    @property
+    def tmp(self) -> Path:
+        return self.paths.session_tmp(self.session)
 
     def renew(self) -> Claim:
         """Begin the next session of the same handle. Raises FencedError when somebody else has."""

@@ -20,7 +20,7 @@ import pyarrow as pa
 from arrowbank.durable import files, seal
 from arrowbank.durable.message import PREFIX, read_head
 
-__all__ = ["Damage", "Record", "Scan", "StreamWriter", "binding", "map_file", "scan"]
+__all__ = ["Damage", "Record", "Scan", "StreamWriter", "binding", "follow", "map_file", "scan"]
 
 _ZEROS = bytes(PREFIX.size)
 _END = PREFIX.pack(0xFFFFFFFF, 0)
@@ -167,6 +167,8 @@ class Scan:
     missing: int = 0
     """Records that the sequence numbers say were there and are not."""
     closed: bool = False
+    after: int = -1
+    """The sequence number before the first record that was looked for."""
 
 
 def map_file(path: Path) -> memoryview:
@@ -196,8 +198,25 @@ def scan(data: memoryview, name: str, bank_id: str, schema: pa.Schema) -> Scan:
     return found
 
 
+def follow(data: memoryview, name: str, bank_id: str, schema: pa.Schema, place: int, after: int) -> tuple[Scan, int]:
+    """Read the records that a living writer has added from ``place`` on, behind sequence number ``after``.
+
+    Returns them and where to go on. place 0 is the start. Stops at whatever is no record: that is for the next open.
+    """
+    found = Scan(name, after=after)
+    reader = _Reader(data, name, binding(bank_id, name), schema)
+    if not place:
+        message = _message_of(schema)
+        place = len(message) if data[: len(message)].tobytes() == message else (reader.after_schema() or 0)
+    while place and (record := reader.record_at(place, found)) is not None:
+        found.records.append(record)
+        place += len(record.message)
+    found.closed = data[place : place + PREFIX.size].tobytes() == _END
+    return found, place
+
+
 def _last_sequence(found: Scan) -> int:
-    return found.records[-1].sequence if found.records else -1
+    return found.records[-1].sequence if found.records else found.after
 
 
 class _Reader:

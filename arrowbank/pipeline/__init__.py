@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from arrowbank.pipeline.pipeline import Batch, RolloutPipeline
+from arrowbank.pipeline.batches import Batch
+from arrowbank.pipeline.pipeline import RolloutPipeline
 from arrowbank.pipeline.tasks import EnvTask, WeightedMultiTask
 
 __all__ = ["Batch", "EnvTask", "RolloutPipeline", "WeightedMultiTask"]

@@ -1,177 +1,131 @@
-"""One environment's groups on their way into batches: restored, finished and waiting, being generated.
+"""One environment's groups that wait for a batch: restored, finished, being generated.
 
-Invariant: a finished group is in exactly one place: a queue of its ``Supply``, a ``Share`` in the making, or a batch
-handed out. Whatever stops a batch (an error, a cancellation) moves its shares back to the queues.
+Invariant: a finished group is in exactly one place: a queue of its ``Supply``, a batch in the making, or a batch handed
+out. Whatever stops a batch (an error, a cancellation) moves what it held back to the queues.
 """
 
 from __future__ import annotations
 
-import asyncio
+import operator
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, MutableSequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterable
 
-from arrowbank.pipeline.protocols import Bank
-from arrowbank.pipeline.tasks import EnvTask
-from arrowbank.types import RolloutGroup
+from arrowbank.pipeline.assembly import Assembly, Clock, Finished
+from arrowbank.pipeline.generation import Order
+from arrowbank.types import EnvId, RolloutGroup
 
-__all__ = ["MOST_SURPLUS", "NO_SLOT", "Share", "Supply"]
+__all__ = ["Supply"]
 
-MOST_SURPLUS = 256
-"""Groups. An iterator that has yielded so many more than asked takes no notice of num_groups and may never end."""
-NO_SLOT = -1
-"""``index_in_batch`` of a surplus group as it is banked: it has no slot until a later batch hands it out."""
+_RESTORED = -1
 
 
 class Supply:
-    """The queues of one environment, and the way into the bank.
+    """The queues of one environment.
 
     ``restored`` is the resume's own deque, not a copy: what is handed out here cannot be taken there again.
+    ``by_completion``: groups are taken as they are finished, whichever order asked for them; otherwise order by order,
+    so that a batch is made of what was asked for it, and fast groups do not overtake slow ones.
     """
 
-    def __init__(self, task: EnvTask, restored: deque[RolloutGroup], bank: Bank | None) -> None:
-        self.task = task
+    def __init__(
+        self,
+        assembly: Assembly,
+        restored: deque[RolloutGroup],
+        collected: Callable[[RolloutGroup], int | None],
+        *,
+        by_completion: bool,
+        clock: Clock,
+    ) -> None:
+        self.assembly = assembly
         self.restored = restored
-        self.waiting: deque[RolloutGroup] = deque()
-        self._unbanked: deque[RolloutGroup] = deque()
-        self._bank = bank
+        self.orders: deque[Order] = deque()
+        self._collected = collected
+        self._kept: deque[Finished] = deque()
+        """Finished groups of orders that are no more."""
+        self._by_completion = by_completion
+        self._clock = clock
+        self._errors: list[BaseException] = []
+        """Of orders that are no more: not told yet."""
+
+    @property
+    def key(self) -> EnvId:
+        """The environment."""
+        return self.assembly.task.key
 
     @property
     def num_waiting(self) -> int:
         """Finished groups that no batch has handed out."""
-        return len(self.restored) + len(self.waiting) + len(self._unbanked)
+        return self._num_ready + self.assembly.num_waiting
 
-    async def bank(self, group: RolloutGroup, kept: MutableSequence[RolloutGroup]) -> None:
-        """Make a finished group durable, then add it to ``kept``. Cancelled meanwhile, it does both all the same.
+    @property
+    def num_coming(self) -> int:
+        """Groups that batches can be made of without asking for more."""
+        return self._num_ready + sum(order.num_missing for order in self.orders)
 
-        Raises: what the bank raises. After an OSError the group waits for ``bank_again``; any other refusal would
-        only be repeated, so the group is dropped and the error tells of it.
-        """
-        await _to_the_end(self._append(group, kept))
+    @property
+    def _num_ready(self) -> int:
+        return len(self.restored) + len(self._kept) + sum(len(order.finished) for order in self.orders)
 
-    async def bank_again(self) -> None:
-        """Retry the appends that failed."""
-        for _ in range(len(self._unbanked)):
-            await self.bank(self._unbanked.popleft(), self.waiting)
+    def order(self, num_groups: int, *, first_slot: int | None) -> None:
+        """Ask the generator for groups."""
+        self.orders.append(Order(self.assembly, num_groups, first_slot=first_slot, clock=self._clock))
 
-    async def _append(self, group: RolloutGroup, kept: MutableSequence[RolloutGroup]) -> None:
-        if self._bank is not None:
-            try:
-                await self._bank.append_async(group)
-            except (OSError, asyncio.CancelledError):  # of the bank's own: the caller's stops at the shield
-                self._unbanked.append(group)
-                raise
-        kept.append(group)
+    def first(self) -> Finished | None:
+        """Return the group whose turn it is; None when it is not finished yet."""
+        self._sweep()
+        if self.restored:
+            group = self.restored[0]
+            return Finished(group, self._collected(group), _RESTORED, is_restored=True)
+        queues = [self._kept, *(order.finished for order in self.orders)]
+        if not self._by_completion:  # not past an order that is still at work
+            queues = [self._kept or (self.orders[0].finished if self.orders else self._kept)]
+        return min((queue[0] for queue in queues if queue), key=operator.attrgetter("sequence"), default=None)
 
+    def take(self, finished: Finished) -> Order | None:
+        """Take the group that ``first`` has returned; return the order that made it, when that is still here."""
+        if finished.is_restored:
+            self.restored.popleft()
+            return None
+        for order in self.orders:
+            if order.finished and order.finished[0] is finished:
+                order.finished.popleft()
+                return order
+        self._kept.popleft()
+        return None
 
-class Share:
-    """What one environment contributes to one batch, while that batch is being made.
+    def put_back(self, taken: Iterable[Finished]) -> None:
+        """Give groups back, in the order in which they were taken."""
+        groups = list(taken)
+        self.restored.extendleft(item.group for item in reversed(groups) if item.is_restored)
+        self._kept.extendleft(item for item in reversed(groups) if not item.is_restored)
 
-    Slots: ``first_slot`` on: restored groups, then those that waited, then fresh ones in order of completion.
-    """
+    async def add_again(self) -> None:
+        """Bank what could not be banked before."""
+        await self.assembly.add_again(self._kept.append)
 
-    def __init__(self, supply: Supply, quota: int, *, iteration: int, first_slot: int) -> None:
-        self.supply = supply
-        self.restored = _take(supply.restored, quota)
-        self.waited = _take(supply.waiting, quota - len(self.restored))
-        self.fresh: list[RolloutGroup] = []
-        self.num_asked = quota - len(self.restored) - len(self.waited)
-        self._iteration = iteration
-        self._next_slot = first_slot + quota - self.num_asked
+    def gather(self) -> list[BaseException]:
+        """Let go of the orders, which are done, and keep what they have finished; return errors not told before."""
+        for order in self.orders:
+            self._let_go(order)
+        self.orders.clear()
+        if self._by_completion:
+            self._kept = deque(sorted(self._kept, key=operator.attrgetter("sequence")))
+        errors, self._errors = self._errors, []
+        return errors
 
-    async def fill(self) -> None:
-        """Generate what is missing, banking each group the moment it is finished.
+    @property
+    def error(self) -> BaseException | None:
+        """What has stopped an order of this environment, and was not told before: no other is given meanwhile."""
+        self._sweep()
+        return next(iter(self._errors), None) or next((order.error for order in self.orders if order.error), None)
 
-        Raises: RuntimeError when the generator ends early or does not end; ValueError when a group is not of this
-        environment; whatever the generator or the bank raises.
-        """
-        stream = aiter(self.supply.task.generate(self.num_asked))
-        try:
-            async for group in stream:
-                await self._keep(group)
-                self._check_that_it_ends()
-        finally:
-            await _close(stream)
-        self.check_full()
+    def _sweep(self) -> None:
+        """Let go of orders from which nothing is to come any more."""
+        while self.orders and self.orders[0].is_done and not self.orders[0].finished:
+            self._let_go(self.orders.popleft())
 
-    def check_full(self) -> None:
-        """Raise RuntimeError unless the generator made as many groups as it was asked for."""
-        if len(self.fresh) < self.num_asked:
-            raise RuntimeError(
-                f"the generator of environment {self.supply.task.key!r} was asked for {self.num_asked} groups and "
-                f"ended after {len(self.fresh)}; the finished ones wait for the next batch"
-            )
-
-    def put_back(self) -> None:
-        """Give everything back to the queues, in the order in which it would have been handed out."""
-        self.supply.restored.extendleft(reversed(self.restored))
-        self.supply.waiting.extendleft(reversed(self.waited + self.fresh))
-
-    def hand_out(self) -> list[RolloutGroup]:
-        """Return the groups in slot order; a surplus goes to the queue."""
-        self.supply.waiting.extend(self.fresh[self.num_asked :])
-        return self.restored + self.waited + self.fresh[: self.num_asked]
-
-    async def _keep(self, group: RolloutGroup) -> None:
-        _claim(group, self.supply.task)
-        group.batch_id = self._iteration
-        group.index_in_batch = NO_SLOT
-        if len(self.fresh) < self.num_asked:
-            group.index_in_batch = self._next_slot + len(self.fresh)
-        await self.supply.bank(group, self.fresh)
-
-    def _check_that_it_ends(self) -> None:
-        if len(self.fresh) > self.num_asked + MOST_SURPLUS:
-            raise RuntimeError(
-                f"the generator of environment {self.supply.task.key!r} was asked for {self.num_asked} groups and "
-                f"has not ended after {len(self.fresh)}; generate(num_groups) must end. What it made waits for the "
-                "next batches"
-            )
-
-
-def _take(queue: deque[RolloutGroup], most: int) -> list[RolloutGroup]:
-    return [queue.popleft() for _ in range(min(most, len(queue)))]
-
-
-def _claim(group: RolloutGroup, task: EnvTask) -> None:
-    """Let every member name the task's environment, which is how a restore finds where the group belongs.
-
-    A group of some other environment is refused before it is banked: once there, no restore could place it.
-    """
-    if task.env_id is None:
-        return
-    foreign = sorted({rollout.env_id for rollout in group if rollout.env_id and rollout.env_id != task.env_id})
-    if foreign:
-        raise ValueError(
-            f"the generator of environment {task.key!r} made a group whose members name {foreign}; the group was "
-            "dropped, not banked. The task's env_id and the members' must agree, or the members leave theirs None"
-        )
-    if task.env_id and not len(group):
-        raise ValueError(
-            f"the generator of environment {task.env_id!r} made a group without rollouts, which cannot name its "
-            "environment; the group was dropped, not banked. Yield a placeholder rollout instead"
-        )
-    for rollout in group:
-        if task.env_id and not rollout.env_id:
-            rollout.env_id = task.env_id
-
-
-async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await the work; a cancellation meanwhile is passed on, but only once the work is done."""
-    running = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(running)
-    except asyncio.CancelledError:
-        while not running.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([running])
-        running.result()  # its own error comes first: it tells of a group that is not durable
-        raise
-
-
-async def _close(stream: AsyncIterator[RolloutGroup]) -> None:
-    """Close an async generator at once, rather than when it is collected; other iterators have nothing to close."""
-    aclose = getattr(stream, "aclose", None)
-    if aclose is not None:
-        await aclose()
+    def _let_go(self, order: Order) -> None:
+        self._kept.extend(order.finished)
+        order.finished.clear()
+        if order.error is not None:
+            self._errors.append(order.error)
