@@ -184,9 +184,12 @@ class _HeldFiles:
             rows = rows if predicate is None else rows.filter(predicate)
             try:
                 yield (rows if columns is None else rows.select(columns)).collect()
-            except polars.exceptions.PolarsError:
-                with told_as_damage(Path(path)):
-                    pq.read_table(path, page_checksum_verification=True)
+            except polars.exceptions.PolarsError as error:
+                try:
+                    polars.read_parquet(path)
+                except polars.exceptions.PolarsError:
+                    real = next(place for place, known in self._held.values() if known is file)
+                    raise CorruptionError(real, f"polars cannot read it ({error})", hint=_RESTORE) from error
                 raise  # of the query, then
             if n_rows == 0:
                 return
