@@ -50,7 +50,7 @@ def forget(bank: Closable) -> None:
 
 
 def refuse_inside_a_write(what: str) -> None:
-    """Raise RuntimeError in a signal handler that interrupted this thread's writing: it'd wait for itself."""
+    """Raise RuntimeError in a signal handler that interrupted a write of this thread, for which it would wait."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

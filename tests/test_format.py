@@ -141,6 +141,24 @@ def test_a_bank_that_another_program_wrote_by_the_text_is_read_back(written_else
     assert scan(written_elsewhere).to_arrow().num_rows == 1 + len(token_group(1))
 
 
+def test_what_another_writer_says_of_a_failed_append_is_heeded(written_elsewhere: Path) -> None:
+    """Its second segment begins with it; the record of the first one does not count, though it is whole."""
+    names = [f"00000004-rank-1-s0001-000{part}.arrows" for part in range(2)]
+    gone, kept = ("8" * 32, "9" * 32)
+    rows = [ROW | {"group_uid": gone}]
+    (written_elsewhere / "segments" / names[0]).write_bytes(stream(COLUMNS, rows, [HEAD | {"uid": gone}], names[0]))
+    data = bytearray(COLUMNS.serialize())
+    note = pa.RecordBatch.from_pylist([], COLUMNS)
+    data += sealed(note, {"abandoned": [[names[0], 0, 1]]}, names[1], number=0, offset=len(data))
+    group = pa.RecordBatch.from_pylist([ROW | {"group_uid": kept}], COLUMNS)
+    data += sealed(group, HEAD | {"uid": kept}, names[1], number=1, offset=len(data)) + bytes(8)
+    (written_elsewhere / "segments" / names[1]).write_bytes(data)
+    with RolloutBank.open(written_elsewhere) as bank:
+        restored = bank.restore(0)
+        assert [pending.uid for pending in restored.pending["math"]] == [kept]
+        assert (restored.report.damage, restored.report.lost_records) == ((), 0)
+
+
 def test_the_columns_and_the_hash_are_those_of_the_text() -> None:
     assert (COLUMNS, ENTRIES) == (SEGMENT_SCHEMA, JOURNAL_SCHEMA)
     said = {

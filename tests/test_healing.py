@@ -16,6 +16,7 @@ from runs import kill, train
 from test_commit_failures import CALLS, failing_once
 
 from arrowbank import CorruptRecordError, RolloutBank
+from arrowbank.archive import archivist
 from arrowbank.durable.layout import BankPaths
 from arrowbank.durable.manifest import read_manifest
 from arrowbank.durable.message import build_message
@@ -212,6 +213,26 @@ def test_a_part_of_the_journal_that_is_gone_may_hide_draws(path: Path) -> None:
         bank.restore(0, accept_damage=True)
     with RolloutBank.open(path) as bank:
         bank.restore(0)
+
+
+def test_groups_whose_copies_cannot_be_read_are_not_left_out_in_silence(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uids = killed(path)
+    (segment,) = (path / "segments").iterdir()
+    flip_middle(segment)
+
+    def fails(*_: object) -> None:
+        raise OSError(5, "planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(archivist, "read_groups", fails)
+        with pytest.raises(OSError, match="planted"):
+            kill(path)
+    with kill(path) as bank:
+        restored = bank.restore(0)
+        given = [group.uid for draw in restored.draws for group in draw.groups]
+        assert len(given + [group.uid for group in restored.pending["math"]]) == len(uids) - 1
 
 
 @pytest.mark.slow

@@ -273,6 +273,10 @@ def joined(log: list[str]) -> list[str]:
     return whole
 
 
+STREAM = r"/([^/>\"]+\.arrows(?:\.[0-9a-f]{8})?)"
+"""A stream's name at the end of a path. An open file goes by the one that it had under tmp, even when it was linked."""
+
+
 def check_nothing_failed_is_trusted(log: list[str]) -> None:
     """A stream in which a write or a sync failed gets no further record once it has its name, and no name before that:
     what a failed creation leaves under tmp/ may be written to, but not published. (``fsync`` of a stream with a name is
@@ -281,14 +285,16 @@ def check_nothing_failed_is_trusted(log: list[str]) -> None:
     failed: set[str] = set()
     published: set[str] = set()
     for line in log:
-        if made := re.search(r"(pwritev2?|fdatasync|fsync)\(\d+<[^>]*/([^/>]+\.arrows)>", line):
+        if made := re.search(rf"(pwritev2?|fdatasync|fsync)\(\d+<[^>]*{STREAM}>", line):
             call, name = made.groups()
             assert call == "fsync" or name not in failed & published, f"trusted again: {line}"
             if line.endswith("(INJECTED)"):
                 failed.add(name)
-        if made := re.search(r"(?:rename|link)\w*\(.*/([^/>]+\.arrows)\"[,)].* = 0$", line):
+        if made := re.search(rf"(?:rename|link)\w*\([^\"]*\"[^\"]*{STREAM}\".* = 0$", line):
             assert made[1] not in failed, f"published: {line}"
             published.add(made[1])
+    if any("fdatasync(" in line and "INJECTED" not in line for line in log):
+        assert published, "no stream was seen to get its name"
 
 
 # -- the tests
@@ -342,12 +348,15 @@ def test_any_system_call_that_fails_while_a_bank_is_made_leaves_nothing_in_the_w
 
 
 def test_a_stream_that_is_trusted_after_a_failed_sync_would_be_seen() -> None:
-    named = '7 rename("/b/tmp/s0001/s0001-0000.arrows", "/b/journal/s0001-0000.arrows") = 0'
-    failed = "7 fdatasync(3</b/tmp/s0001/s0001-0000.arrows>(deleted)) = -1 EIO (Input/output error) (INJECTED)"
+    unfinished = "bank/tmp/s0001/s0001-0000.arrows.0123abcd"
+    named = f'7 linkat(AT_FDCWD, "{unfinished}", AT_FDCWD, "bank/journal/s0001-0000.arrows", 0) = 0'
+    failed = f"7 fdatasync(3<{unfinished}>(deleted)) = -1 EIO (Input/output error) (INJECTED)"
     with pytest.raises(AssertionError, match="trusted again"):
         check_nothing_failed_is_trusted([named, failed, failed.partition(" = ")[0] + " = 0"])
     with pytest.raises(AssertionError, match="published"):
         check_nothing_failed_is_trusted([failed, named])
+    with pytest.raises(AssertionError, match="no stream was seen"):
+        check_nothing_failed_is_trusted([failed.partition(" = ")[0] + " = 0"])
 
 
 def check_one(tracer: Tracer, kind: str, at: int, error: str, way: str, *, new: bool = False) -> Outcome:

@@ -87,14 +87,19 @@ class Archivist:
                 Change(retired=healed.retired, carried=tuple(carried.name for carried in healed.carried)),
                 lambda: self._sum_up(state.history, healed.carried, segments),
             )
-            self._swap(healed.retired, [group.uid for carried in healed.carried for group in carried.groups], ())
-            names = [carried.name for carried in healed.carried]
-            read_groups(self.store.paths, self.store.manifest, state, names)  # mapped, since a restore hands them back
-            self.store.commit(Change())  # which takes away the damaged files
         except OSError as error:
             self._check_fence()
             self.store.discard_unfinished()
             _log.warning("%s: damaged files could not be copied; the next open tries again: %s", self._root, error)
+            return
+        self._swap(healed.retired, [group.uid for carried in healed.carried for group in carried.groups], ())
+        names = [carried.name for carried in healed.carried]
+        read_groups(self.store.paths, self.store.manifest, state, names)  # mapped, since a restore hands them back
+        try:
+            self.store.commit(Change())  # which takes away the damaged files
+        except OSError as error:
+            self._check_fence()
+            _log.warning("%s: damaged files were copied, and could not be removed yet: %s", self._root, error)
 
     def revive(self, iteration: int) -> int:
         """Bring groups that a restore of ``iteration`` rolls back out of the archive; return how many.

@@ -95,12 +95,12 @@ class BankView:
 
         There integers are floats in a column with nulls, which is not exact beyond 2**53; ``to_arrow`` always is.
         """
+        rows = self.to_arrow()
         try:
-            import pandas  # noqa: F401  optional
+            frame: pandas.DataFrame = rows.to_pandas()  # which imports pandas, if it is there
         except ModuleNotFoundError as error:
             error.add_note("to_pandas needs pandas: pip install 'arrowbank[analysis]'; to_arrow does without")
             raise
-        frame: pandas.DataFrame = self.to_arrow().to_pandas()
         return frame
 
     def to_duckdb(self, connection: duckdb.DuckDBPyConnection | None = None) -> duckdb.DuckDBPyRelation:

@@ -3,12 +3,14 @@
     MANIFEST.json                                    what is archived, and what of the rest counts
     LOCK                                             the newest holder, and whether it gave the bank back
     sessions/0003                                    who claimed session 3; its modification time is its heartbeat
-    segments/00000021-main-s0003-0000.arrows         iteration 21, writer "main", session 3, part 0
+    segments/00000021-main-s0003-0000.arrows         iteration 21, writer "main" (the coordinator), session 3, part 0
+    segments/00000021-rank-1-s0003-10002.arrows      of another writer of the run: the second of that name, its part 2
     segments/00000021-carry-s0003-0007.arrows        groups copied out of segments that were retired
     journal/s0003-0000.arrows                        restores, draws, evictions, checkpoints of session 3, part 0
     archive -> .archive/v000012                      *.parquet, one of them (c000000-s0000) without rows
     quarantine/                                      damaged bytes, each with a JSON note
-    tmp/s0003/                                       everything unfinished of session 3
+    tmp/s0003/                                       everything unfinished of session 3; writer-rank-1-0 and so on count
+                                                     the writers of a name
 
 Numbers in names are decimal, filled with zeros to the width shown, wider when they need it, never otherwise. Names do
 not recur. Nothing is a link but ``archive``. A file is made under tmp/, synced, linked to its name, and the directory
@@ -72,7 +74,9 @@ begins with those zeros, unless something behind it shows that this append was f
 numbers that are missing are records lost. Without anything good behind it, it is a torn tail, as a kill leaves it.
 
 A record counts unless a journal entry says otherwise: ``abandoned`` (its append failed), or ``sealed`` with a count
-that its number is not below (written by somebody who had lost his place).
+that its number is not below (written by somebody who had lost his place). Writers other than "main" have no journal: of
+an append that failed, the first record of their next segment says so. It has no rows, and this head alone:
+{"abandoned": [[file, first, how many], ...]}.
 
 
 Records of segments: one group, one row a rollout; a group without rollouts is one row with group_size 0

@@ -252,10 +252,8 @@ class Ledger:
             )
         try:
             yield
-        except Exception:
-            raise
-        except BaseException:
-            self._interrupted = True
+        except BaseException as error:
+            self._interrupted = not isinstance(error, Exception)  # after an error of the write, nothing was written
             raise
 
     def _wait_for_appends(self) -> None:
