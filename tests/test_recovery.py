@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from builders import token_group
-from runs import tree
+from runs import kill, tree
 
 from arrowbank import CorruptionError, CorruptRecordError, RolloutBank
 from arrowbank.durable.layout import BankPaths
@@ -289,3 +289,30 @@ def test_without_the_snapshot_that_the_manifest_names_restore_refuses_until_told
         restored = bank.restore(3, accept_damage=True)
         assert [group.uid for queue in restored.pending.values() for group in queue] == [left]
         assert len(restored.report.corrupt) == 1
+
+
+def test_what_a_killed_session_left_is_synced_before_a_restore_counts_on_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be in the page cache only: its owner was killed before his own sync."""
+    bank = RolloutBank.open(path)
+    bank.restore(0)
+    uid = bank.append(token_group(1))
+    left = {path / "segments", path / "journal", *(path / "segments").iterdir(), *(path / "journal").iterdir()}
+    synced: list[Path] = []
+    fsync, fdatasync = os.fsync, os.fdatasync
+
+    def told(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def journaled(descriptor: int) -> None:
+        assert left <= set(synced), "the restore is on the disk, and what it counts on perhaps not"
+        fdatasync(descriptor)
+
+    with kill(path) as again:
+        monkeypatch.setattr(os, "fsync", told)
+        monkeypatch.setattr(os, "fdatasync", journaled)
+        assert [group.uid for group in again.restore(0).pending["math"]] == [uid]
+        monkeypatch.undo()
+        assert left <= set(synced)
