@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from builders import token_group
 
-from arrowbank import BankLockedError, FencedError, RolloutBank
+from arrowbank import BankLockedError, DuplicateGroupError, FencedError, RolloutBank
 from arrowbank.archive.store import ArchiveStore
 from arrowbank.durable import session
 from arrowbank.durable.layout import BankPaths
@@ -86,6 +86,22 @@ def test_an_append_that_a_takeover_overtakes_does_not_count(tmp_path: Path, monk
     others[0].close()
     with RolloutBank.open(tmp_path / "bank") as bank:
         assert [group.uid for group in bank.restore(0).pending["math"]] == [kept]
+
+
+def test_a_group_that_a_takeover_overtook_is_no_retry_for_the_next_handle(path: Path) -> None:
+    """Who took over may have read it, and trained on it: there it is pending, or not at all."""
+    first = RolloutBank.open(path)
+    first.restore(0)
+    second = RolloutBank.open(path, takeover="force")
+    group = token_group(1)
+    with pytest.raises(FencedError):
+        first.append(group)
+    second.restore(0)
+    with pytest.raises(DuplicateGroupError, match="may be pending"):
+        second.append(group)
+    group.uid = None
+    second.append(group)
+    second.close()
 
 
 def test_a_draw_that_a_takeover_overtakes_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,6 +213,15 @@ def test_session_numbers_that_are_used_up_are_damage(paths: BankPaths) -> None:
         claim_session(paths, "force")
 
 
+def test_what_lies_under_the_number_of_a_session_to_come_is_taken_away(paths: BankPaths) -> None:
+    """A stranger's bank may hold files, and links, under names that the session is about to write."""
+    for number, name in ((1, "00000000-carry-s0001-0000.arrows"), (2, "c000002-s0002.parquet")):
+        paths.session_tmp(number).mkdir()
+        (paths.session_tmp(number) / name).symlink_to("/etc/hostname")
+        claim = claim_session(paths, "force")
+        assert (claim.session, list(claim.tmp.iterdir())) == (number, [])
+
+
 def test_a_claim_that_says_nothing_needs_force(paths: BankPaths) -> None:
     claim_session(paths, "auto")
     paths.claim(1).write_text("{")

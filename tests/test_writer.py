@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from builders import token_group
 from runs import archived_rows, kill
 
 from arrowbank import BankClosedError, BankWriter, FencedError, InvalidDrawError, RolloutBank, UnknownGroupError, scan
+from arrowbank.durable import files
+from arrowbank.durable.message import build_message, empty_batch
 from arrowbank.durable.stream import StreamWriter
+from arrowbank.schema import SEGMENT_SCHEMA
 
 
 @pytest.fixture
@@ -203,6 +207,61 @@ def test_a_failed_append_of_a_writer_is_not_in_the_bank(
         again.close(final=True)
     with RolloutBank.open(path) as last:
         assert last.restore(1).report.pending_groups == 0
+
+
+def test_what_a_fenced_writer_says_late_takes_no_group_out_of_a_draw(bank: RolloutBank, path: Path) -> None:
+    """It had made its next segment already when it was overtaken, and writes into it when its group is drawn."""
+    writer = join(bank)
+    uid = writer.append(token_group(1))
+    _, late = writer._appender._open(1)
+    second = kill(path)
+    second.restore(0)
+    second.mark_consumed([uid], 0)
+    told = [["00000000-rank-1-s0001-0000.arrows", 0, 1]]
+    late.append([build_message(empty_batch(SEGMENT_SCHEMA), {"abandoned": told})])
+    with kill(path) as third:
+        (draw,) = third.restore(0).draws
+        assert ([group.uid for group in draw.groups], draw.lost) == ([uid], ())
+
+
+def test_a_writer_that_was_fenced_makes_no_segment_to_say_so(
+    bank: RolloutBank, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = join(bank)
+    writer.append(token_group(1))
+    looks = iter([None, FencedError("planted")])
+
+    def check() -> None:
+        found = next(looks, None)
+        if found is not None:
+            raise found
+
+    monkeypatch.setattr(writer._appender, "_check_fence", check)
+    with pytest.raises(FencedError, match="planted"):
+        writer.append(token_group(2))
+    assert len(list((path / "segments").iterdir())) == 1
+    assert writer._appender._untold == []
+
+
+def test_half_a_prefix_is_not_taken_for_the_end_of_a_segment(
+    bank: RolloutBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight bytes may be seen half written: FFFFFFFF and zeros, as the end mark is."""
+    writer = join(bank)
+    writer.append(token_group(1))
+    write_at = files.write_at
+
+    def halting(descriptor: int, parts: Sequence[Any], offset: int) -> None:
+        if [len(part) for part in parts] == [8]:
+            os.pwrite(descriptor, bytes(parts[0])[:4], offset)
+            bank._ledger.look_at_writers()
+        write_at(descriptor, parts, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_at", halting)
+        uid = writer.append(token_group(2))
+    assert bank._ledger.writers.finished == set()
+    bank.mark_consumed([uid, writer.append(token_group(3))], 0)
 
 
 def test_the_retry_of_a_failed_append_is_kept_once(
