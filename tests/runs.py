@@ -12,7 +12,7 @@ from arrowbank import RolloutBank
 from arrowbank.durable.layout import BankPaths
 from arrowbank.durable.manifest import read_manifest
 
-__all__ = ["archive_three", "archived_file", "archived_rows", "kill", "train", "tree"]
+__all__ = ["archive_files", "archive_three", "archived_file", "archived_rows", "kill", "train", "tree"]
 
 
 def kill(path: Path, **options: Any) -> RolloutBank:
@@ -44,6 +44,11 @@ def archive_three(path: Path, *, files: int = 1) -> None:
                 bank.checkpoint(at + 1, wait=True)
         bank.append(token_group(9))
     assert len(read_manifest(BankPaths(path)).files) == files
+
+
+def archive_files(path: Path) -> list[Path]:
+    """What a glob of the archive sees, the file without rows first."""
+    return sorted((path / "archive").iterdir())
 
 
 def archived_file(path: Path) -> Path:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders import EVERY, build, token_group
+from runs import train
 
 from arrowbank import RolloutBank, scan
 from arrowbank.archive import merging, parquet
@@ -153,6 +154,29 @@ def test_damaged_files_are_not_merged_and_nothing_is_lost(tmp_path: Path, monkey
         bank.close()
     left = {file.name: file.read_bytes() for file in (tmp_path / "bank" / "archive").iterdir()}
     assert damaged.items() <= left.items()
+
+
+def test_a_damaged_file_is_told_and_the_others_are_merged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "FAN_IN", 100)
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        train(bank, range(2))
+        bank._compactor.wait()
+    (damaged,) = [name for name in (path / "archive").iterdir() if not name.name.startswith("c000000")][:1]
+    with damaged.open("r+b") as opened:
+        opened.seek(200)
+        opened.write(b"\xff" * 8)
+    monkeypatch.setattr(merging, "FAN_IN", 2)
+    bank = RolloutBank.open(path, keep_checkpoints=1)
+    bank.restore(2)
+    train(bank, range(2, 6))
+    bank._compactor.wait()
+    assert damaged.name in str(bank.stats().compaction_error)
+    listed = {file.name: file.groups for file in read_manifest(BankPaths(path)).files}
+    assert damaged.name in listed and len(listed) < 6
+    assert sum(listed.values()) == 2 * 5  # iterations 0 to 4, each with two groups
+    with pytest.raises(CorruptionError, match=damaged.name):
+        bank.close()
 
 
 def test_no_rows_make_no_file(tmp_path: Path) -> None:
