@@ -173,7 +173,8 @@ def test_a_damaged_file_is_told_and_the_others_are_merged(path: Path, monkeypatc
     bank._compactor.wait()
     assert damaged.name in str(bank.stats().compaction_error)
     listed = {file.name: file.groups for file in read_manifest(BankPaths(path)).files}
-    assert damaged.name in listed and len(listed) < 6
+    assert damaged.name in listed
+    assert len(listed) <= 3, "the four others are one or two"
     assert sum(listed.values()) == 2 * 5  # iterations 0 to 4, each with two groups
     with pytest.raises(CorruptionError, match=damaged.name):
         bank.close()
