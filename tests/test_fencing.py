@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from builders import token_group
+from runs import kill
 
 from arrowbank import BankLockedError, DuplicateGroupError, FencedError, RolloutBank
 from arrowbank.archive.store import ArchiveStore
-from arrowbank.durable import session
+from arrowbank.durable import files, session
 from arrowbank.durable.layout import BankPaths
 
 
@@ -142,11 +143,28 @@ def test_what_an_overtaken_holder_says_in_its_journal_after_it_was_read_does_not
     second = RolloutBank.open(path, takeover="force")
     second.restore(0)
     second.mark_consumed([uid], 0)
-    first._journal._check_fence = lambda: None
+    first._journal.check_fence = lambda: None
     first._journal.abandon("00000000-main-s0001-0000.arrows", 0, 1)
     with RolloutBank.open(path, takeover="force") as third:
         (draw,) = third.restore(0).draws
         assert ([group.uid for group in draw.groups], draw.lost) == ([uid], ())
+
+
+def test_a_restore_whose_dead_files_a_takeover_took_away_is_fenced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = RolloutBank.open(path)
+    dead.restore(0)
+    dead.append(token_group(1))
+    bank, fsync = kill(path), files.fsync_file
+
+    def overtaken(file: Path) -> int:
+        monkeypatch.setattr(files, "fsync_file", fsync)
+        kill(path).restore(0)
+        file.unlink()  # as the new holder's compaction does
+        return fsync(file)
+
+    monkeypatch.setattr(files, "fsync_file", overtaken)
+    with pytest.raises(FencedError):
+        bank.restore(0)
 
 
 def test_background_compaction_of_a_fenced_handle_commits_nothing(tmp_path: Path) -> None:

@@ -75,10 +75,11 @@ def reading(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def fsync_file(path: Path) -> None:
-    """Make durable what somebody has written to a file, who may not have got to it himself."""
+def fsync_file(path: Path) -> int:
+    """Make durable what somebody has written to a file, who may not have got to it himself; return its bytes."""
     with reading(path) as descriptor:
         os.fsync(descriptor)
+        return os.fstat(descriptor).st_size
 
 
 def sync(descriptor: int) -> None:

@@ -172,7 +172,8 @@ class Journal:
     ) -> None:
         self._paths, self._bank_id, self._session = paths, bank_id, session
         self._facts = facts or Facts()
-        self._check_fence = check_fence
+        self.check_fence = check_fence
+        """Raises FencedError once a later session has the bank."""
         self._template = MessageTemplate(JOURNAL_SCHEMA)
         self._lock = threading.Lock()
         self._stream: StreamWriter | None = None
@@ -206,14 +207,14 @@ class Journal:
             self._facts = self._facts.without(names)
 
     def _write(self, entries: Sequence[Entry]) -> None:
-        self._check_fence()
+        self.check_fence()
         stream = self._ready()
         first = stream.records
         told = [*entries, *self._abandoned]  # in this order: a snapshot comes first in its part
         messages = [self._template.build(*_encode(entry)) for entry in told]
         try:
             stream.append(messages)
-            self._check_fence()
+            self.check_fence()
         except FencedError:
             self._annul(stream, Abandoned(stream.path.name, first, len(messages)))
             raise
@@ -221,7 +222,7 @@ class Journal:
             stream.poisoned = True
             self._abandoned.append(Abandoned(stream.path.name, first, len(messages)))
             if isinstance(error, OSError):
-                self._check_fence()  # a takeover takes files away
+                self.check_fence()  # a takeover takes files away
             raise
         for entry in told:
             self._facts.add(entry)
@@ -284,7 +285,7 @@ class Journal:
                 self._abandoned.append(Abandoned(name, 0, 0))
                 self._part += 1
             if isinstance(error, OSError):
-                self._check_fence()  # a takeover takes tmp/ away: say that rather than "no such file"
+                self.check_fence()  # a takeover takes tmp/ away: say that rather than "no such file"
             raise
         return self._stream
 

@@ -167,7 +167,9 @@ class Ledger:
 
     def look_at_writers(self) -> set[SegmentName]:
         """Take over groups of the run's other writers; return those of their segments that are finished and read."""
-        for record in self.writers.look():
+        with self._fence_first():
+            added = self.writers.look()
+        for record in added:
             told = abandoned_in(record.head)
             for gone in told or ():
                 self._abandoned(Abandoned(*gone))
@@ -211,21 +213,33 @@ class Ledger:
         Files of dead sessions are finished as they are: synced, since who wrote them may not have got to it, and what
         their old owner, should he live, adds from now on does not count.
         """
-        dead = self._dead_files()
-        for name in dead:
-            files.fsync_file(self._place(name))
-        for directory in {self._place(name).parent for name in dead}:
-            files.fsync_directory(directory)
+        facts = self._finish_dead_files()
         closed = []
         while self._appender.closed:
             closed.append(self._appender.closed.popleft())
-        facts = [SegmentFacts(name, records, self._place(name).stat().st_size) for name, records in dead.items()]
         try:
             self._journal.write([*([Sealed((*facts, *closed))] if facts or closed else []), *entries])
         except BaseException:
             self._appender.closed.extendleft(reversed(closed))
             raise
         self.state.unsealed.clear()
+
+    def _finish_dead_files(self) -> list[SegmentFacts]:
+        dead = {name: (self._place(name), records) for name, records in self._dead_files().items()}
+        with self._fence_first():
+            facts = [SegmentFacts(name, records, files.fsync_file(path)) for name, (path, records) in dead.items()]
+            for directory in {path.parent for path, _ in dead.values()}:
+                files.fsync_directory(directory)
+        return facts
+
+    @contextmanager
+    def _fence_first(self) -> Iterator[None]:
+        """Who takes over takes files away: say that rather than "no such file"."""
+        try:
+            yield
+        except OSError:
+            self._journal.check_fence()
+            raise
 
     def _dead_files(self) -> dict[str, int]:
         """Files of earlier sessions of which nobody has said how many records count."""
