@@ -1,4 +1,4 @@
-"""What ``test_kill`` kills: a trainer that tells, over a pipe, what it was promised.
+"""What ``kill_loop`` kills: a trainer that tells, over a pipe, what it was promised.
 
 Run as ``kill_child.py REPORT_FD [FAULT]`` this is a server that has arrowbank imported and forks one trainer for each
 job, a JSON line on its standard input. A trainer opens the bank, restores, reports all it got back, then replays,

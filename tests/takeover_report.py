@@ -6,7 +6,8 @@ import collections
 from dataclasses import dataclass, field
 
 from kill_child import Report
-from test_kill import DrawMade, Found, Model, _Followed
+from kill_loop import Followed
+from kill_model import DrawMade, Found, Model
 
 __all__ = ["Direct", "Known", "LineModel", "Old"]
 
@@ -37,7 +38,7 @@ class LineModel(Model):
         self.recorded = {at for at in self.recorded if at <= found.checkpoint}
 
 
-class Old(_Followed):
+class Old(Followed):
     """The old holder, as far as its report was read. After ``overtake`` nothing of it changes the model."""
 
     def __init__(self, model: Model) -> None:
@@ -110,7 +111,7 @@ class Old(_Followed):
 class Direct(Report):
     """The report of a holder in this process."""
 
-    def __init__(self, followed: _Followed) -> None:
+    def __init__(self, followed: Followed) -> None:
         self.followed = followed
 
     def say(self, *words: object) -> None:

@@ -1,7 +1,7 @@
 """Rounds of takeovers: ``Takeovers`` stops a trainer, takes its bank over in this process, and lets the old one go on.
 
 The trainers are forked (see ``takeover_child``) and stopped with SIGSTOP at a random moment or at a chosen call. What
-the new holder is given back is held against a plain model of what was acknowledged (``test_kill``'s); then the old one
+the new holder is given back is held against a plain model of what was acknowledged (``kill_model``'s); then the old one
 gets SIGCONT and tries everything; then a third opening, plain Parquet readers and ``scan`` are compared. A
 ``Violation`` is a broken promise.
 """
@@ -27,9 +27,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kill_loop import Followed
+from kill_model import COLUMNS, Model, Violation, check_archive_once, check_contents
 from takeover_child import FAN_IN, Bank, Holder, StoppingJob
 from takeover_report import Direct, Known, LineModel, Old
-from test_kill import _COLUMNS, Model, Violation, _Followed, check_archive_once, check_contents
 
 import arrowbank
 from arrowbank import BankLockedError
@@ -258,7 +259,7 @@ class Takeovers:
 
         claimed = bool((self._bank / "sessions").is_dir() and self._old_claim(old))
         began = time.monotonic()
-        followed = _Followed(self.model)
+        followed = Followed(self.model)
         try:
             holder = Holder(self._job(), Direct(followed), between=between, **options)
         except BankLockedError as error:
@@ -341,7 +342,7 @@ class Takeovers:
     def _third(self, takeover: str, left_open: Holder | None = None) -> None:
         """Open once more, compare, and close; one that was left open is fenced by that, and closed after."""
         began = time.monotonic()
-        third = Holder(self._job(), Direct(_Followed(self.model)), takeover=takeover)
+        third = Holder(self._job(), Direct(Followed(self.model)), takeover=takeover)
         assert third.bank.handed is not None
         if third.opened - began > 5:
             raise Violation(f"a free bank opened after {third.opened - began:.2f} s only")
@@ -354,7 +355,7 @@ class Takeovers:
             left_open.bank.close()
         third.bank.close()
         check_archive_once(self._bank)
-        self.model.check_rows(arrowbank.scan(self._bank).to_polars().select(_COLUMNS).collect())
+        self.model.check_rows(arrowbank.scan(self._bank).to_polars().select(COLUMNS).collect())
         for note in (self._bank / "quarantine").glob("*.json"):
             if not json.loads(note.read_bytes())["torn"]:
                 raise Violation(f"stopped, not damaged, but quarantined: {note.read_text()}")

@@ -29,8 +29,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from kill_child import make_group
+from kill_loop import KillLoop, a_seed, telling_the_seed
+from kill_model import Found, Model, Violation, check_archive_once
 from live_readers import COLUMNS, READERS, NotAll, Reader, Seen, arrow_file, is_merged_away, of_archive, of_segments
-from test_kill import Found, KillLoop, Model, Violation, a_seed, check_archive_once, telling_the_seed
 
 import arrowbank
 from arrowbank.durable.layout import BankPaths

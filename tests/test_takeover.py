@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kill_model import Violation
 from takeover_child import CALLS
 from takeovers import KINDS, Round, Takeovers
-from test_kill import Violation
 
 SAMPLE = 12
 

@@ -31,18 +31,8 @@ from typing import Self
 import polars as pl
 import pytest
 from kill_child import fate_of
-from test_kill import (
-    _COLUMNS,
-    COMPACTION,
-    DrawMade,
-    Found,
-    Model,
-    Violation,
-    a_seed,
-    check_archive_once,
-    check_contents,
-    telling_the_seed,
-)  # fmt: skip
+from kill_loop import COMPACTION, a_seed, telling_the_seed
+from kill_model import COLUMNS, Model, Restores, Violation, check_archive_once, check_contents
 from writers_child import Start
 
 import arrowbank
@@ -61,7 +51,7 @@ EARLY = ("open", "restore")
 
 @dataclass
 class WritersModel(Model):
-    """The model of ``test_kill``, for several who append."""
+    """The model of ``kill_model``, for several who append."""
 
     session: int = 0
     """The last that a coordinator has restored in."""
@@ -153,7 +143,7 @@ class Run:
         self.alive: dict[str, Process] = {}
         self.by_line: dict[str, Process] = {}
         self.token = ""
-        self.found: Found | None = None
+        self._restores = Restores(self.model)
         self.random = random.Random(seed)
         self._longest_wait_s = longest_wait_s
         self._started = 0
@@ -235,7 +225,6 @@ class Run:
             self.follow(10, until=lambda: process.entered[phase] > 0 or process.is_joined)  # noqa: B023
             time.sleep(self.random.uniform(0, 0.02))
             self.kill(MAIN)
-            self.found = None
         self.coordinate()
 
     def _start_coordinator(self) -> Process:
@@ -288,7 +277,8 @@ class Run:
             case "<":
                 process.entered["left " + " ".join(words)] += 1
             case "R" | "P" | "G" | "Q" | "r":
-                self._take_restored(kind, words)
+                self._restores.take(kind, words)
+                self.counts["restores"] += kind == "r"
             case "J":
                 process.is_joined = True
                 self.counts["joins"] += 1
@@ -311,32 +301,12 @@ class Run:
         elif kind == "F":
             self.counts["fenced"] += 1
 
-    def _take_restored(self, kind: str, words: list[str]) -> None:
-        if kind == "R":
-            self.found = Found(int(words[0]))
-        found = self.found
-        assert found is not None
-        if kind == "P":
-            found.plan.append(DrawMade(int(words[0]), tuple(words[3].split(",")), words[1]))
-            found.lost += [] if words[2] == "-" else words[2].split(",")
-        elif kind == "G":
-            if words[0] in found.groups:
-                found.repeated.append(words[0])
-            found.groups[words[0]] = int(words[1]), words[2]
-        elif kind == "Q":
-            found.pending.append(words[0])
-        elif kind == "r":
-            found.damage = " ".join(words)
-            self.model.check_restored(found)
-            self.found = None
-            self.counts["restores"] += 1
-
     # -- checking
 
     def check_left_over(self) -> None:
         """Check a bank that has no coordinator, beside the writers."""
         check_archive_once(self.bank)
-        rows = arrowbank.scan(self.bank).to_polars().select(_COLUMNS).collect()
+        rows = arrowbank.scan(self.bank).to_polars().select(COLUMNS).collect()
         self.model.check_rows(rows)
         self._read_all()  # an append may have begun meanwhile
         self.model.check_makers(rows)
