@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from machine import in_memory
 
-from arrowbank import RolloutBank, exits
+from arrowbank import FencedError, RolloutBank, exits
 
 # Of children that these tests start: a heart beats in a thread, and Python 3.12 warns of forks beside any thread.
 os.environ["PYTHONWARNINGS"] = "ignore:This process:DeprecationWarning"
@@ -53,6 +55,23 @@ def all_given_up() -> Iterator[None]:
     """The same for what the fixtures of a file have left open."""
     yield
     give_up(set(exits._open))
+
+
+@pytest.fixture
+def closed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close what a test has opened, those that it has "killed" among them."""
+    opened: list[RolloutBank] = []
+    opener = RolloutBank.open
+
+    def opening(*args: Any, **options: Any) -> RolloutBank:
+        opened.append(opener(*args, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(RolloutBank, "open", opening)
+    yield
+    for bank in opened:
+        with contextlib.suppress(FencedError):  # raised by a background compaction that was overtaken
+            bank.close()
 
 
 def give_up(banks: Iterable[object]) -> None:
