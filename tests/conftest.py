@@ -17,7 +17,7 @@ from arrowbank import FencedError, RolloutBank, exits
 # Of children that these tests start: a heart beats in a thread, and Python 3.12 warns of forks beside any thread.
 os.environ["PYTHONWARNINGS"] = "ignore:This process:DeprecationWarning"
 pytest.register_assert_rewrite(
-    "damaged_banks", "disk_model", "exit_scripts", "kill_loop", "kill_model", "small_disks", "takeovers"
+    "damaged_banks", "disk_model", "exit_scripts", "forked", "kill_loop", "kill_model", "small_disks", "takeovers"
 )  # their failed asserts then tell values
 
 

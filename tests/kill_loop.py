@@ -7,22 +7,19 @@ is left against a ``Model`` of what was acknowledged. ``ARROWBANK_KILL_SEED`` se
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import secrets
-import select
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from forked import Server
 from kill_child import Job
 from kill_model import COLUMNS, Model, Restores, Violation, check_archive_once
 
@@ -52,11 +49,7 @@ class KillLoop:
         self.kills: list[Kill] = []
         self._random = random.Random(seed)
         self._longest_wait_s = longest_wait_s
-        self._reports, write_end = os.pipe()
-        command = [sys.executable, str(CHILD), str(write_end), *([fault] if fault else [])]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[write_end], text=True)
-        os.close(write_end)
-        self._unread = b""
+        self._server = Server(CHILD, *([fault] if fault else []))
 
     def __enter__(self) -> Self:
         return self
@@ -64,9 +57,7 @@ class KillLoop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.kill()
-        self._server.communicate()
-        os.close(self._reports)
+        self._server.close()
 
     def cycle(self, target: str | None, *, in_flight: bool, seconds: float = 1.5) -> Kill:
         """Start a trainer, kill it soon after it entered the phase ``target``, and check what was left.
@@ -81,9 +72,7 @@ class KillLoop:
             in_flight=in_flight,
             longest_wait_s=self._longest_wait_s,
         )
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(asdict(job)) + "\n")
-        self._server.stdin.flush()
+        self._server.start(job)
         kill = self._run(target, seconds)
         self.kills.append(kill)
         self.check_left_over()
@@ -108,19 +97,14 @@ class KillLoop:
     def _lines(self, until: Callable[[], float | None]) -> Iterator[str | None]:
         """Yield lines of the report; None each time that ``until`` has come without one."""
         while True:
-            *lines, self._unread = self._unread.split(b"\n")
-            yield from (line.decode() for line in lines)
             deadline = until()
-            wait = 60.0 if deadline is None else max(deadline - time.monotonic(), 0)
-            if not select.select([self._reports], [], [], wait)[0]:
-                if deadline is None:
-                    raise AssertionError("no word from the trainers for a minute")
+            lines = self._server.read(60.0 if deadline is None else deadline - time.monotonic())
+            if lines is not None:
+                yield from lines
+            elif deadline is None:
+                raise AssertionError("no word from the trainers for a minute")
+            else:
                 yield None
-                continue
-            data = os.read(self._reports, 1 << 16)
-            if not data:
-                raise AssertionError("the server ended")
-            self._unread += data
 
     def check_left_over(self) -> None:
         """Check a bank that nobody has open. A kill before it was made leaves none."""

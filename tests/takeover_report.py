@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from dataclasses import dataclass, field
 
-from kill_child import Report
+from forked import Report
 from kill_loop import Followed
 from kill_model import DrawMade, Found, Model
 

@@ -16,17 +16,15 @@ import hashlib
 import json
 import os
 import random
-import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forked import Server
 from kill_loop import Followed
 from kill_model import COLUMNS, Model, Violation, check_archive_once, check_contents
 from takeover_child import FAN_IN, Bank, Holder, StoppingJob
@@ -69,13 +67,9 @@ class Takeovers:
         self.model = LineModel()
         self._cycle = 0
         self._fan_in = merging.FAN_IN
-        self._reports, write_end = os.pipe()
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(self._reports, fcntl.F_SETPIPE_SZ, 1 << 20)  # it writes on while this process waits elsewhere
-        command = [sys.executable, str(CHILD), str(write_end), *([fault] if fault else [])]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[write_end], text=True)
-        os.close(write_end)
-        self._unread = b""
+        self._server = Server(CHILD, *([fault] if fault else []))
+        with contextlib.suppress(OSError):  # it writes on while this process waits elsewhere
+            fcntl.fcntl(self._server.reports, fcntl.F_SETPIPE_SZ, 1 << 20)
         self._lines: collections.deque[str] = collections.deque()
         self._old: Old | None = None
 
@@ -88,9 +82,7 @@ class Takeovers:
         if self._old is not None and self._old.pid and not self._old.gone:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._old.pid, signal.SIGKILL)
-        self._server.kill()
-        self._server.communicate()
-        os.close(self._reports)
+        self._server.close()
 
     def run(self, kind: str, call: str | None) -> Round:
         """Run one round; a violation raises, with what is known of the round."""
@@ -143,9 +135,7 @@ class Takeovers:
             armed=at_rest,
         )
         old = self._old = Old(self.model)
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(asdict(job)) + "\n")
-        self._server.stdin.flush()
+        self._server.start(job)
         self._follow(30, lambda old: bool(old.pid))
         if kind in ("force", "kill") and call is not None:
             self._follow(1.5, lambda old: bool(old.stopped_itself))
@@ -198,10 +188,10 @@ class Takeovers:
             if self._lines:
                 old.take(self._lines.popleft())
                 continue
-            if not select.select([self._reports], [], [], max(deadline - time.monotonic(), 0))[0]:
+            lines = self._server.read(deadline - time.monotonic())
+            if lines is None:
                 return
-            *lines, self._unread = (self._unread + os.read(self._reports, 1 << 20)).split(b"\n")
-            self._lines += [line.decode() for line in lines]
+            self._lines += lines
             if seconds and time.monotonic() > deadline:
                 return
 

@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import secrets
 import select
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import polars as pl
 import pytest
+from forked import Server
 from kill_child import fate_of
 from kill_loop import COMPACTION, a_seed, telling_the_seed
 from kill_model import COLUMNS, Model, Restores, Violation, check_archive_once, check_contents
@@ -147,11 +145,7 @@ class Run:
         self.random = random.Random(seed)
         self._longest_wait_s = longest_wait_s
         self._started = 0
-        self._unread = b""
-        self._reports, write_end = os.pipe()
-        command = [sys.executable, str(CHILD), str(write_end)]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[write_end], text=True)
-        os.close(write_end)
+        self._server = Server(CHILD)
 
     def __enter__(self) -> Self:
         return self
@@ -162,9 +156,7 @@ class Run:
         for process in list(self.alive.values()):
             if process.pid:
                 self._end(process)
-        self._server.kill()
-        self._server.communicate()
-        os.close(self._reports)
+        self._server.close()
 
     # -- starting and killing
 
@@ -179,9 +171,7 @@ class Run:
         )  # fmt: skip
         process = Process(name, os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
         self.alive[name] = self.by_line[job.name] = process
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(asdict(job)) + "\n")
-        self._server.stdin.flush()
+        self._server.start(job)
         self.follow(60, until=lambda: process.pid > 0)
         return process
 
@@ -259,11 +249,9 @@ class Run:
             self._read(0)
 
     def _read(self, wait: float) -> None:
-        if select.select([self._reports], [], [], min(wait, 0.05))[0]:
-            *lines, self._unread = (self._unread + os.read(self._reports, 1 << 16)).split(b"\n")
-            for line in lines:
-                name, kind, *words = line.decode().split(" ")
-                self._take(self.by_line[name], kind, words)
+        for line in self._server.read(min(wait, 0.05)) or ():
+            name, kind, *words = line.split(" ")
+            self._take(self.by_line[name], kind, words)
 
     def _take(self, process: Process, kind: str, words: list[str]) -> None:
         match kind:
