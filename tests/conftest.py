@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import in_memory
+from machine import directory_in_memory
 
 from arrowbank import FencedError, RolloutBank, exits
 
@@ -38,8 +37,8 @@ def bank(path: Path) -> Iterator[RolloutBank]:
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Path]:
     """A directory for all tests of a file, in memory where there is one: thousands of copies are made in it."""
-    with tempfile.TemporaryDirectory(prefix="arrowbank-", dir=in_memory()) as directory:
-        yield Path(directory)
+    with directory_in_memory() as directory:
+        yield directory
 
 
 @pytest.fixture(autouse=True)

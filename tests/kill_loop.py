@@ -163,8 +163,8 @@ class Followed:
                 self.model.take(kind, words)
 
 
-def a_seed() -> int:
-    return int(os.environ.get("ARROWBANK_KILL_SEED") or secrets.randbits(32))
+def a_seed(variable: str = "ARROWBANK_KILL_SEED") -> int:
+    return int(os.environ.get(variable) or secrets.randbits(32))
 
 
 @contextlib.contextmanager

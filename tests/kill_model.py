@@ -190,6 +190,22 @@ class Model:
         return outcome in allowed and drawn == (draw.iteration, at, len(draw.uids))
 
 
+@dataclass
+class LineModel(Model):
+    """Also knows which checkpoints its line recorded: of these any may be restored."""
+
+    recorded: set[int] = field(default_factory=set)
+
+    def take(self, kind: str, words: list[str]) -> None:
+        super().take(kind, words)
+        if kind == "c":
+            self.recorded.add(self.checkpoint)
+
+    def check_restored(self, found: Found) -> None:
+        super().check_restored(found)
+        self.recorded = {at for at in self.recorded if at <= found.checkpoint}
+
+
 class Restores:
     """Takes in what is told of restores (R, P, G, Q, r), and at the end of each has the model check what came back."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forked import Report
 from kill_loop import Followed
-from kill_model import DrawMade, Found, Model
+from kill_model import DrawMade, Model
 
-__all__ = ["Direct", "Known", "LineModel", "Old"]
+__all__ = ["Direct", "Known", "Old"]
 
 
 @dataclass
@@ -20,22 +20,6 @@ class Known:
     draws: dict[int, DrawMade]
     evicted: dict[str, str]
     checkpoints: set[int]
-
-
-@dataclass
-class LineModel(Model):
-    """Also knows which checkpoints its line recorded: of these any may be restored."""
-
-    recorded: set[int] = field(default_factory=set)
-
-    def take(self, kind: str, words: list[str]) -> None:
-        super().take(kind, words)
-        if kind == "c":
-            self.recorded.add(self.checkpoint)
-
-    def check_restored(self, found: Found) -> None:
-        super().check_restored(found)
-        self.recorded = {at for at in self.recorded if at <= found.checkpoint}
 
 
 class Old(Followed):

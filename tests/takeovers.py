@@ -26,9 +26,9 @@ from typing import Any
 
 from forked import Server
 from kill_loop import Followed
-from kill_model import COLUMNS, Model, Violation, check_archive_once, check_contents
+from kill_model import COLUMNS, LineModel, Model, Violation, check_archive_once, check_contents
 from takeover_child import FAN_IN, Bank, Holder, StoppingJob
-from takeover_report import Direct, Known, LineModel, Old
+from takeover_report import Direct, Known, Old
 
 import arrowbank
 from arrowbank import BankLockedError
