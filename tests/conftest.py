@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from machine import in_memory
+from machine import directory_in_memory
 
-from arrowbank import RolloutBank, exits
+from arrowbank import FencedError, RolloutBank, exits
 
 # Of children that these tests start: a heart beats in a thread, and Python 3.12 warns of forks beside any thread.
 os.environ["PYTHONWARNINGS"] = "ignore:This process:DeprecationWarning"
-pytest.register_assert_rewrite("damaged_banks", "exit_scripts", "takeovers")  # their failed asserts then tell values
+pytest.register_assert_rewrite(
+    "damaged_banks", "disk_model", "exit_scripts", "forked", "kill_loop", "kill_model", "small_disks", "takeovers"
+)  # their failed asserts then tell values
 
 
 @pytest.fixture
@@ -34,8 +37,8 @@ def bank(path: Path) -> Iterator[RolloutBank]:
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Path]:
     """A directory for all tests of a file, in memory where there is one: thousands of copies are made in it."""
-    with tempfile.TemporaryDirectory(prefix="arrowbank-", dir=in_memory()) as directory:
-        yield Path(directory)
+    with directory_in_memory() as directory:
+        yield directory
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +54,23 @@ def all_given_up() -> Iterator[None]:
     """The same for what the fixtures of a file have left open."""
     yield
     give_up(set(exits._open))
+
+
+@pytest.fixture
+def closed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close what a test has opened, those that it has "killed" among them."""
+    opened: list[RolloutBank] = []
+    opener = RolloutBank.open
+
+    def opening(*args: Any, **options: Any) -> RolloutBank:
+        opened.append(opener(*args, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(RolloutBank, "open", opening)
+    yield
+    for bank in opened:
+        with contextlib.suppress(FencedError):  # raised by a background compaction that was overtaken
+            bank.close()
 
 
 def give_up(banks: Iterable[object]) -> None:

@@ -27,6 +27,15 @@ def group():
     return RolloutGroup(rollouts=[one])
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+def fork_sleeper():
+    there, said = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(said, b"1")  # what is set up at a fork was set up
+        time.sleep(60)
+        os._exit(1)
+    os.read(there, 1)
+    return pid
 def signalled(pid):
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status)

@@ -1,4 +1,4 @@
-"""What ``test_kill`` kills: a trainer that tells, over a pipe, what it was promised.
+"""What ``kill_loop`` kills: a trainer that tells, over a pipe, what it was promised.
 
 Run as ``kill_child.py REPORT_FD [FAULT]`` this is a server that has arrowbank imported and forks one trainer for each
 job, a JSON line on its standard input. A trainer opens the bank, restores, reports all it got back, then replays,
@@ -22,18 +22,12 @@ A group's content follows from its serial number, so whoever knows that number c
 from __future__ import annotations
 
 import asyncio
-import importlib
-import json
 import os
 import random
-import signal
 import struct
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -41,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from forked import Report, be_ready, serve
 
 from arrowbank import RolloutBank
 from arrowbank.archive import compactor, store
@@ -146,26 +141,7 @@ def state_of(iteration: int, uids: Sequence[str]) -> bytes:
     return b"\0\xff" + xxhash.xxh3_64_digest(f"{iteration} {uids}".encode())
 
 
-# -- the report
-
-
-class Report:
-    """Writes whole lines to a pipe, from any thread."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def say(self, *words: object) -> None:
-        line = " ".join(map(str, words)) + "\n"
-        if len(line) > 4000:  # beyond PIPE_BUF lines of two threads could mix
-            raise ValueError(f"a line of {len(line)} characters")
-        os.write(self._descriptor, line.encode())
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self.say(">", name)
-        yield
-        self.say("<", name)
+# -- what is told, and how fast
 
 
 def observe(report: Report) -> None:
@@ -251,6 +227,9 @@ class Job:
 class Trainer:
     """Trains on nothing, as fast as it can."""
 
+    evict_odds, checkpoint_odds = 0.3, 0.4
+    """Of either, in each iteration."""
+
     def __init__(self, job: Job, report: Report) -> None:
         self.job, self.report = job, report
         self.random = random.Random(job.seed)
@@ -258,8 +237,12 @@ class Trainer:
         self.pool: list[str] = []
         self.flying: set[asyncio.Task[None]] = set()
         with report.phase("open"):
-            self.bank = RolloutBank.open(job.path)
+            self.bank = self.open()
+        self.iteration = job.restore
         self.plan = self.restore()
+
+    def open(self) -> RolloutBank:
+        return RolloutBank.open(self.job.path)
 
     def restore(self) -> list[tuple[int, list[str], bytes | None]]:
         report, plan = self.report, []
@@ -286,26 +269,36 @@ class Trainer:
         return group.uid
 
     async def train(self) -> None:
-        iteration = self.job.restore
         while True:
-            self.bank.begin_iteration(iteration)
-            planned = [draw for draw in self.plan if draw[0] == iteration]
-            await self.collect()  # however much there is, so that no kill finds a trainer that never appends
-            size = max(self.random.randint(3, 10), min(len(self.pool) - IN_FLIGHT, MOST_DRAWN))
-            while not planned and len(self.pool) < size:
-                await self.collect()
-            if planned:
-                _, uids, state = planned[0]
-                assert state is not None
-            else:
-                uids, self.pool = self.pool[:size], self.pool[size:]
-                state = state_of(iteration, uids)
-            self.draw(iteration, uids, state)
-            iteration += 1
-            if self.pool and self.random.random() < 0.3:
-                self.evict([self.pool.pop()], f"evicted-at-{iteration}")
-            if self.random.random() < 0.4:
-                self.checkpoint(iteration)
+            await self.one_iteration()
+
+    async def one_iteration(self) -> None:
+        planned = self.begin()
+        await self.collect()  # however much there is, so that no kill finds a trainer that never appends
+        size = max(self.random.randint(3, 10), min(len(self.pool) - IN_FLIGHT, MOST_DRAWN))
+        while not planned and len(self.pool) < size:
+            await self.collect()
+        self.end(planned, size)
+
+    def begin(self) -> list[tuple[int, list[str], bytes | None]]:
+        """Begin an iteration; return the draw that is planned for it, if there is one."""
+        self.bank.begin_iteration(self.iteration)
+        return [draw for draw in self.plan if draw[0] == self.iteration]
+
+    def end(self, planned: list[tuple[int, list[str], bytes | None]], size: int) -> None:
+        """Draw what was planned, otherwise so many; now and then evict a group, or checkpoint."""
+        if planned:
+            _, uids, state = planned[0]
+            assert state is not None
+        else:
+            uids, self.pool = self.pool[:size], self.pool[size:]
+            state = state_of(self.iteration, uids)
+        self.draw(self.iteration, uids, state)
+        self.iteration += 1
+        if self.pool and self.random.random() < self.evict_odds:
+            self.evict([self.pool.pop()], f"evicted-at-{self.iteration}")
+        if self.random.random() < self.checkpoint_odds:
+            self.checkpoint(self.iteration)
 
     def draw(self, iteration: int, uids: list[str], state: bytes) -> None:
         with self.report.phase("draw"):
@@ -379,33 +372,17 @@ def _options(serial: int) -> dict[str, Any]:
 # -- the server
 
 
-def run_job(job: Job, report: Report) -> None:
-    signal.alarm(MOST_SECONDS)
-    report.say("B", os.getpid())
-    try:
-        observe(report)
-        slow_disk(random.Random(job.seed + 1), job.longest_wait_s)
-        asyncio.run(Trainer(job, report).train())
-    except BaseException:
-        report.say("!", repr(traceback.format_exc()[-3000:]))
-    os._exit(1)  # whatever threads say
-
-
-def serve(report: Report) -> None:
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            run_job(Job(**json.loads(line)), report)
-        _, status = os.waitpid(pid, 0)
-        report.say("X", status)
+def train(job: Job, report: Report) -> None:
+    observe(report)
+    slow_disk(random.Random(job.seed + 1), job.longest_wait_s)
+    asyncio.run(Trainer(job, report).train())
 
 
 def main() -> None:
-    importlib.import_module("pandas")  # pyarrow would, in every trainer anew: two seconds each
-    assert threading.active_count() == 1, "forking needs a single thread"
+    be_ready()
     if len(sys.argv) > 2:
         FAULTS[sys.argv[2]]()
-    serve(Report(int(sys.argv[1])))
+    serve(Report(int(sys.argv[1])), Job, train, MOST_SECONDS)
 
 
 if __name__ == "__main__":

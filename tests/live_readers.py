@@ -20,7 +20,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 from kill_child import digest, make_group, reward_of, serial_of
-from test_kill import Violation, check_each_rollout_once, expected_digest
+from kill_model import Violation, check_each_rollout_once, expected_digest
 
 import arrowbank
 from arrowbank import TokenRollout

@@ -10,13 +10,15 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-__all__ = ["in_memory", "missing", "require_mounts", "require_root", "require_strace"]
+__all__ = ["directory_in_memory", "in_memory", "missing", "require_mounts", "require_root", "require_strace"]
 
 REQUIRE = "ARROWBANK_TESTS_REQUIRE"
 
@@ -25,6 +27,13 @@ def in_memory() -> Path | None:
     """A directory without a disk behind it, where there is one: thousands of syncs cost nothing there."""
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK) else None
+
+
+@contextmanager
+def directory_in_memory() -> Iterator[Path]:
+    """A new directory there, for as long as the block lasts."""
+    with tempfile.TemporaryDirectory(prefix="arrowbank-", dir=in_memory()) as directory:
+        yield Path(directory)
 
 
 def missing(what: str) -> NoReturn:

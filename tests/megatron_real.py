@@ -1,6 +1,6 @@
 """The adapter inside Megatron-LM itself: ``python tests/megatron_real.py CHECKOUT`` (CPU; not part of the test run).
 
-1. tests/test_megatron.py with Megatron's own classes.
+1. tests/test_megatron*.py with Megatron's own classes.
 2. Megatron's pipeline and trainer functions, killed and resumed: the test at the end of this file.
 3. Megatron's tests of its pipeline, with this bank in every pipeline; what was banked is then recovered and compared.
 4. Megatron's tests of its own bank, with this one in its place. Ten read or damage that one's files.
@@ -58,22 +58,23 @@ def main(checkout: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="arrowbank-") as directory:
         behaviour = Path(directory, "test_behaviour.py")
         behaviour.write_text(without_files((theirs / "test_rollout_bank.py").read_text()))
-        for what, where, cwd, path in [
-            ("1. this repository's tests, Megatron's classes", "", here.parent, here / "test_megatron.py"),
+        own_tests = sorted(here.glob("test_megatron*.py"))
+        for what, where, cwd, *paths in [
+            ("1. this repository's tests, Megatron's classes", "", here.parent, *own_tests),
             ("2. Megatron's pipeline and trainer functions", "", checkout, here / "megatron_real.py"),
             ("3. Megatron's tests of its pipeline", "pipeline", checkout, theirs / "test_rollout_generation.py"),
             ("4. Megatron's tests of its own bank", "bank", checkout, theirs / "test_rollout_bank.py"),
             ("5. the same, but for files", "bank", checkout, behaviour),
         ]:
             print(f"\n== {what}", flush=True)
-            command = [sys.executable, "-m", "pytest", "-q", "-rxXfE", "-pno:cacheprovider", str(path)]
+            command = [sys.executable, "-m", "pytest", "-q", "-rxXfE", "-pno:cacheprovider", *map(str, paths)]
             if cwd == checkout:
                 command += ["--noconftest", "-c", os.devnull, "--disable-warnings"]
                 command += ["-pmegatron_real", *ASYNCIO]
             else:
                 command += ["-pno:asyncio"]
-            paths = os.pathsep.join([str(here), str(checkout)])
-            own = {"PYTHONPATH": paths, "MEGATRON_LM": str(checkout), "OMP_NUM_THREADS": "1", INJECT: where}
+            imports = os.pathsep.join([str(here), str(checkout)])
+            own = {"PYTHONPATH": imports, "MEGATRON_LM": str(checkout), "OMP_NUM_THREADS": "1", INJECT: where}
             own["PYTHONWARNINGS"] = "ignore" if cwd == checkout else "default"
             done = subprocess.run(command, env=os.environ | own, cwd=cwd, check=False)
             failed += done.returncode != 0

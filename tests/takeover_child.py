@@ -15,21 +15,18 @@ standard input. The report is that of ``kill_child``, and besides:
 from __future__ import annotations
 
 import asyncio
-import importlib
-import json
 import logging
 import os
-import random
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kill_child import IN_FLIGHT, MOST_DRAWN, Job, Report, Trainer, make_group, state_of
+from forked import Report, be_ready, serve
+from kill_child import Job, Trainer, make_group
 
 from arrowbank import BankLockedError, FencedError, RolloutBank
 from arrowbank.archive import merging
@@ -71,20 +68,21 @@ class Bank(RolloutBank):
 class Holder(Trainer):
     """Trains as kill_child's does, for so many iterations, compacting at every checkpoint."""
 
+    bank: Bank
+    checkpoint_odds = 0.7
+
     def __init__(
         self, job: Job, report: Report, *, between: Callable[[Holder], None] = lambda holder: None, **options: Any
     ) -> None:
         """between: called when the bank is open, and nothing was restored yet."""
-        self.job, self.report = job, report
-        self.random = random.Random(job.seed)
-        self.made = 0
-        self.pool: list[str] = []
-        self.flying: set[asyncio.Task[None]] = set()
-        self.bank = Bank.open(job.path, keep_checkpoints=1, **options)
+        self._between, self._options = between, options
+        super().__init__(job, report)
+
+    def open(self) -> Bank:
+        bank = Bank.open(self.job.path, keep_checkpoints=1, **self._options)
         self.opened = time.monotonic()
-        between(self)
-        self.iteration = job.restore
-        self.plan = self.restore()
+        self._between(self)
+        return bank
 
     async def train_some(self, iterations: float) -> None:
         while iterations > 0:
@@ -93,26 +91,6 @@ class Holder(Trainer):
         for task in self.flying:
             await task
         self.flying.clear()
-
-    async def one_iteration(self) -> None:
-        self.bank.begin_iteration(self.iteration)
-        planned = [draw for draw in self.plan if draw[0] == self.iteration]
-        await self.collect()
-        size = max(self.random.randint(3, 10), min(len(self.pool) - IN_FLIGHT, MOST_DRAWN))
-        while not planned and len(self.pool) < size:
-            await self.collect()
-        if planned:
-            _, uids, state = planned[0]
-            assert state is not None
-        else:
-            uids, self.pool = self.pool[:size], self.pool[size:]
-            state = state_of(self.iteration, uids)
-        self.draw(self.iteration, uids, state)
-        self.iteration += 1
-        if self.pool and self.random.random() < 0.3:
-            self.evict([self.pool.pop()], f"evicted-at-{self.iteration}")
-        if self.random.random() < 0.7:
-            self.checkpoint(self.iteration)
 
     # -- having lost its place
 
@@ -231,41 +209,23 @@ FAULTS = {"no-fence": no_fence, "writes-lock": writes_lock}
 # -- the server
 
 
-def run_job(job: StoppingJob, report: Report) -> None:
-    signal.alarm(MOST_SECONDS)
-    report.say("B", os.getpid())
-    status = 1
+def hold(job: StoppingJob, report: Report) -> None:
+    stop_at(job, report)
     try:
-        stop_at(job, report)
-        try:
-            holder = Holder(job, report)
-        except (FencedError, BankLockedError) as error:
-            report.say("f", f"open: {type(error).__name__}")
-        else:
-            asyncio.run(holder.lose())
-        status = 0
-    except BaseException:
-        report.say("!", repr(traceback.format_exc()[-3000:]))
-    os._exit(status)
-
-
-def serve(report: Report) -> None:
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            run_job(StoppingJob(**json.loads(line)), report)
-        _, status = os.waitpid(pid, 0)
-        report.say("X", status)
+        holder = Holder(job, report)
+    except (FencedError, BankLockedError) as error:
+        report.say("f", f"open: {type(error).__name__}")
+    else:
+        asyncio.run(holder.lose())
 
 
 def main() -> None:
-    importlib.import_module("pandas")  # pyarrow would, in every trainer anew
-    assert threading.active_count() == 1, "forking needs a single thread"
+    be_ready()
     logging.getLogger("arrowbank").setLevel(logging.CRITICAL)
     merging.FAN_IN = FAN_IN
     if len(sys.argv) > 2:
         FAULTS[sys.argv[2]]()
-    serve(Report(int(sys.argv[1])))
+    serve(Report(int(sys.argv[1])), StoppingJob, hold, MOST_SECONDS)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from kill_child import Report
-from test_kill import DrawMade, Found, Model, _Followed
+from forked import Report
+from kill_loop import Followed
+from kill_model import DrawMade, Model
 
-__all__ = ["Direct", "Known", "LineModel", "Old"]
+__all__ = ["Direct", "Known", "Old"]
 
 
 @dataclass
@@ -21,23 +22,7 @@ class Known:
     checkpoints: set[int]
 
 
-@dataclass
-class LineModel(Model):
-    """Also knows which checkpoints its line recorded: of these any may be restored."""
-
-    recorded: set[int] = field(default_factory=set)
-
-    def take(self, kind: str, words: list[str]) -> None:
-        super().take(kind, words)
-        if kind == "c":
-            self.recorded.add(self.checkpoint)
-
-    def check_restored(self, found: Found) -> None:
-        super().check_restored(found)
-        self.recorded = {at for at in self.recorded if at <= found.checkpoint}
-
-
-class Old(_Followed):
+class Old(Followed):
     """The old holder, as far as its report was read. After ``overtake`` nothing of it changes the model."""
 
     def __init__(self, model: Model) -> None:
@@ -110,7 +95,7 @@ class Old(_Followed):
 class Direct(Report):
     """The report of a holder in this process."""
 
-    def __init__(self, followed: _Followed) -> None:
+    def __init__(self, followed: Followed) -> None:
         self.followed = followed
 
     def say(self, *words: object) -> None:

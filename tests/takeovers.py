@@ -1,7 +1,7 @@
 """Rounds of takeovers: ``Takeovers`` stops a trainer, takes its bank over in this process, and lets the old one go on.
 
 The trainers are forked (see ``takeover_child``) and stopped with SIGSTOP at a random moment or at a chosen call. What
-the new holder is given back is held against a plain model of what was acknowledged (``test_kill``'s); then the old one
+the new holder is given back is held against a plain model of what was acknowledged (``kill_model``'s); then the old one
 gets SIGCONT and tries everything; then a third opening, plain Parquet readers and ``scan`` are compared. A
 ``Violation`` is a broken promise.
 """
@@ -16,20 +16,19 @@ import hashlib
 import json
 import os
 import random
-import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forked import Server
+from kill_loop import Followed
+from kill_model import COLUMNS, LineModel, Model, Violation, check_archive_once, check_contents
 from takeover_child import FAN_IN, Bank, Holder, StoppingJob
-from takeover_report import Direct, Known, LineModel, Old
-from test_kill import _COLUMNS, Model, Violation, _Followed, check_archive_once, check_contents
+from takeover_report import Direct, Known, Old
 
 import arrowbank
 from arrowbank import BankLockedError
@@ -68,13 +67,9 @@ class Takeovers:
         self.model = LineModel()
         self._cycle = 0
         self._fan_in = merging.FAN_IN
-        self._reports, write_end = os.pipe()
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(self._reports, fcntl.F_SETPIPE_SZ, 1 << 20)  # it writes on while this process waits elsewhere
-        command = [sys.executable, str(CHILD), str(write_end), *([fault] if fault else [])]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[write_end], text=True)
-        os.close(write_end)
-        self._unread = b""
+        self._server = Server(CHILD, *([fault] if fault else []))
+        with contextlib.suppress(OSError):  # it writes on while this process waits elsewhere
+            fcntl.fcntl(self._server.reports, fcntl.F_SETPIPE_SZ, 1 << 20)
         self._lines: collections.deque[str] = collections.deque()
         self._old: Old | None = None
 
@@ -87,9 +82,7 @@ class Takeovers:
         if self._old is not None and self._old.pid and not self._old.gone:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._old.pid, signal.SIGKILL)
-        self._server.kill()
-        self._server.communicate()
-        os.close(self._reports)
+        self._server.close()
 
     def run(self, kind: str, call: str | None) -> Round:
         """Run one round; a violation raises, with what is known of the round."""
@@ -142,9 +135,7 @@ class Takeovers:
             armed=at_rest,
         )
         old = self._old = Old(self.model)
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(asdict(job)) + "\n")
-        self._server.stdin.flush()
+        self._server.start(job)
         self._follow(30, lambda old: bool(old.pid))
         if kind in ("force", "kill") and call is not None:
             self._follow(1.5, lambda old: bool(old.stopped_itself))
@@ -197,10 +188,10 @@ class Takeovers:
             if self._lines:
                 old.take(self._lines.popleft())
                 continue
-            if not select.select([self._reports], [], [], max(deadline - time.monotonic(), 0))[0]:
+            lines = self._server.read(deadline - time.monotonic())
+            if lines is None:
                 return
-            *lines, self._unread = (self._unread + os.read(self._reports, 1 << 20)).split(b"\n")
-            self._lines += [line.decode() for line in lines]
+            self._lines += lines
             if seconds and time.monotonic() > deadline:
                 return
 
@@ -258,7 +249,7 @@ class Takeovers:
 
         claimed = bool((self._bank / "sessions").is_dir() and self._old_claim(old))
         began = time.monotonic()
-        followed = _Followed(self.model)
+        followed = Followed(self.model)
         try:
             holder = Holder(self._job(), Direct(followed), between=between, **options)
         except BankLockedError as error:
@@ -341,7 +332,7 @@ class Takeovers:
     def _third(self, takeover: str, left_open: Holder | None = None) -> None:
         """Open once more, compare, and close; one that was left open is fenced by that, and closed after."""
         began = time.monotonic()
-        third = Holder(self._job(), Direct(_Followed(self.model)), takeover=takeover)
+        third = Holder(self._job(), Direct(Followed(self.model)), takeover=takeover)
         assert third.bank.handed is not None
         if third.opened - began > 5:
             raise Violation(f"a free bank opened after {third.opened - began:.2f} s only")
@@ -354,7 +345,7 @@ class Takeovers:
             left_open.bank.close()
         third.bank.close()
         check_archive_once(self._bank)
-        self.model.check_rows(arrowbank.scan(self._bank).to_polars().select(_COLUMNS).collect())
+        self.model.check_rows(arrowbank.scan(self._bank).to_polars().select(COLUMNS).collect())
         for note in (self._bank / "quarantine").glob("*.json"):
             if not json.loads(note.read_bytes())["torn"]:
                 raise Violation(f"stopped, not damaged, but quarantined: {note.read_text()}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from builders import token_group
-from machine import in_memory
+from machine import directory_in_memory
 
 from arrowbank import RolloutBank, scan
 from arrowbank.archive import merging
@@ -50,9 +49,9 @@ def failing_once(call: str, at: int) -> Iterator[list[int]]:
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A directory without a disk behind it, where there is one: thousands of syncs cost nothing there."""
-    with tempfile.TemporaryDirectory(prefix="arrowbank-", dir=in_memory()) as directory:
-        yield Path(directory)
+    """One for each test."""
+    with directory_in_memory() as directory:
+        yield directory
 
 
 class Trained:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import pyarrow as pa
 import pytest
 from corruptors import SEED
 from damaged_banks import KINDS, read_stream, small
-from machine import in_memory
+from machine import directory_in_memory
 
 from arrowbank import ArrowbankError, RolloutBank
 from arrowbank.durable.journal import read_journal
@@ -279,8 +278,8 @@ def test_a_zeroed_range_anywhere_costs_what_it_hits(case: Small) -> None:
 def _every_bit() -> int:
     """Print a table; return how many were wrong."""
     bad = 0
-    with tempfile.TemporaryDirectory(prefix="arrowbank-", dir=in_memory()) as directory:
-        made = make_small(Path(directory) / "small")
+    with directory_in_memory() as directory:
+        made = make_small(directory / "small")
         print(f"{'case':45} {'count':>8} {'wrong':>6} {'seconds':>8}")
         for every in EVERY_ONE:
             started = time.monotonic()

@@ -285,14 +285,29 @@ def remove_segments(path: Path) -> None:
     shutil.rmtree(path / "segments")
 
 
+def begun(path: Path) -> tuple[Trainer, Model]:
+    """A run in its second iteration: an open segment has groups of it."""
+    model = Model()
+    trainer = Trainer(path, model.take)
+    run(trainer, SCENARIO[:12])
+    return trainer, model
+
+
+def assert_only_appends_may_work(trainer: Trainer) -> None:
+    with pytest.raises(OSError):
+        trainer.draw(1, 200)
+    with pytest.raises(OSError):
+        trainer.evict(203)
+    with pytest.raises(OSError):
+        trainer.checkpoint(1)
+
+
 @pytest.mark.parametrize("name", APPENDS)
 @pytest.mark.parametrize("vanish", [remove_bank, rename_bank, remove_segments])
 def test_an_append_into_a_file_that_has_lost_its_name_is_not_acknowledged(
     path: Path, vanish: Callable[[Path], None], name: str
 ) -> None:
-    model = Model()
-    trainer = Trainer(path, model.take)
-    run(trainer, SCENARIO[:12])  # an open segment has groups of this iteration
+    trainer, model = begun(path)
     before = dict(model.groups)
     vanish(path)
     for _ in range(2):
@@ -307,32 +322,18 @@ def test_an_append_into_a_file_that_has_lost_its_name_is_not_acknowledged(
 
 @pytest.mark.parametrize("vanish", [remove_bank, rename_bank])
 def test_a_draw_into_a_bank_that_is_gone_is_not_acknowledged(path: Path, vanish: Callable[[Path], None]) -> None:
-    model = Model()
-    trainer = Trainer(path, model.take)
-    run(trainer, SCENARIO[:12])
+    trainer, model = begun(path)
     vanish(path)
-    with pytest.raises(OSError):
-        trainer.draw(1, 200)
-    with pytest.raises(OSError):
-        trainer.evict(203)
-    with pytest.raises(OSError):
-        trainer.checkpoint(1)
+    assert_only_appends_may_work(trainer)
     assert (len(model.draws), model.checkpoint) == (1, 0)
     with contextlib.suppress(OSError):
         trainer.close()
 
 
 def test_without_its_journal_a_bank_acknowledges_what_is_in_named_files_only(path: Path) -> None:
-    model = Model()
-    trainer = Trainer(path, model.take)
-    run(trainer, SCENARIO[:12])
+    trainer, model = begun(path)
     shutil.rmtree(path / "journal")
-    with pytest.raises(OSError):
-        trainer.draw(1, 200)
-    with pytest.raises(OSError):
-        trainer.evict(203)
-    with pytest.raises(OSError):
-        trainer.checkpoint(1)
+    assert_only_appends_may_work(trainer)
     for step in APPENDS.values():
         call(trainer, step, expected=lambda _: True)
     with contextlib.suppress(OSError):
@@ -343,9 +344,7 @@ def test_without_its_journal_a_bank_acknowledges_what_is_in_named_files_only(pat
 
 
 def test_a_bank_that_was_renamed_and_named_back_is_whole(path: Path) -> None:
-    model = Model()
-    trainer = Trainer(path, model.take)
-    run(trainer, SCENARIO[:12])
+    trainer, model = begun(path)
     elsewhere = path.with_name("elsewhere")
     path.rename(elsewhere)
     for step in APPENDS.values():

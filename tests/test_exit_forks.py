@@ -81,13 +81,7 @@ time.sleep(60)
 def test_a_child_forked_while_a_bank_is_open_dies_of_sigterm_as_by_default(path: Path) -> None:
     code = """
 with RolloutBank.open(path) as bank:
-    there, said = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.write(said, b"1")
-        time.sleep(60)
-        os._exit(1)
-    os.read(there, 1)
+    pid = fork_sleeper()
     os.kill(pid, signal.SIGTERM)
     say(signalled(pid))
     say(bank.append(group()))
@@ -119,13 +113,7 @@ def test_a_child_forked_in_another_thread_does_not_close_its_parents_bank_at_sig
     code = """
 bank = RolloutBank.open(path)
 def work():
-    there, said = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.write(said, b"1")
-        time.sleep(60)
-        os._exit(1)
-    os.read(there, 1)
+    pid = fork_sleeper()
     os.kill(pid, signal.SIGTERM)
     say(signalled(pid) in (-15, 143))
 thread = threading.Thread(target=work)

@@ -12,7 +12,6 @@ import logging
 import random
 import shutil
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +22,7 @@ import pytest
 from corruptors import SEED
 from damaged_banks import child, contents, copy, make_whole, restore, small
 from hostile import HOSTILE
-from machine import in_memory
+from machine import directory_in_memory
 
 from arrowbank import ArrowbankError, CorruptRecordError, RolloutBank, scan
 
@@ -151,8 +150,8 @@ def test_a_hostile_bank_ends_in_an_error_of_ours_or_a_sound_result(outcomes: dic
 def _every_bank() -> int:
     """Print what was wrong; return with how many."""
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="arrowbank-", dir=in_memory()) as directory:
-        wrong = {name: said for name, said in _outcomes(Path(directory), HOSTILE).items() if said}
+    with directory_in_memory() as directory:
+        wrong = {name: said for name, said in _outcomes(directory, HOSTILE).items() if said}
     for name, said in wrong.items():
         print(name, *said, sep="\n    ")
     print(f"{len(HOSTILE):,} hostile banks, {len(wrong):,} wrong, {time.monotonic() - started:.1f} seconds")

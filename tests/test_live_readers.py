@@ -29,8 +29,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from kill_child import make_group
+from kill_loop import KillLoop, a_seed, telling_the_seed
+from kill_model import Found, LineModel, Violation, check_archive_once
 from live_readers import COLUMNS, READERS, NotAll, Reader, Seen, arrow_file, is_merged_away, of_archive, of_segments
-from test_kill import Found, KillLoop, Model, Violation, a_seed, check_archive_once, telling_the_seed
 
 import arrowbank
 from arrowbank.durable.layout import BankPaths
@@ -42,20 +43,14 @@ MOST_BAD = 20
 """With so many a reader gives up."""
 
 
-class NotingModel(Model):
-    """Also knows which checkpoints of this line may be restored, and has one of them restored."""
+class RollingBackModel(LineModel):
+    """Also has a checkpoint of its line restored."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.recorded: list[int] = []
         self.horizon = self.restores = 0
         """How far the archive reached, and how many restores went below."""
         self._next: int | None = None
-
-    def take(self, kind: str, words: list[str]) -> None:
-        super().take(kind, words)
-        if kind == "c":
-            self.recorded.append(self.checkpoint)
 
     def roll_back(self, checkpoint: int, horizon: int) -> None:
         """Have the next trainer restore ``checkpoint``. Until it has, both that and the last one are possible."""
@@ -72,7 +67,6 @@ class NotingModel(Model):
         super().check_restored(found)
         self.restores += found.checkpoint < self.horizon
         self.horizon = 0
-        self.recorded = [at for at in self.recorded if at <= found.checkpoint]
 
 
 @dataclass
@@ -80,7 +74,7 @@ class Writer:
     """Trainers, one after another."""
 
     loop: KillLoop
-    model: NotingModel
+    model: RollingBackModel
     random: random.Random
     cycle_began_with: int | None = None
     """Groups acknowledged, when the trainer that is at work began."""
@@ -110,7 +104,7 @@ class Writer:
     def roll_back(self) -> None:
         """Have the next trainer restore an old checkpoint."""
         horizon = read_manifest(BankPaths(self.bank)).archived_through
-        old = [checkpoint for checkpoint in self.model.recorded if horizon - 40 < checkpoint < horizon]
+        old = [checkpoint for checkpoint in sorted(self.model.recorded) if horizon - 40 < checkpoint < horizon]
         if old:
             self.model.roll_back(self.random.choice(old), horizon)
 
@@ -199,7 +193,7 @@ def check_uids(bank: Path, seen_by: dict[str, Seen]) -> None:
 
 def run(directory: Path, seed: int, seconds: float, readers: dict[str, Reader]) -> tuple[Writer, dict[str, Seen]]:
     with telling_the_seed(seed), KillLoop(directory, seed) as loop:
-        loop.model = model = NotingModel()
+        loop.model = model = RollingBackModel()
         writer = Writer(loop, model, random.Random(seed))
         writer.begin()
         with Readers(writer, readers) as reading:

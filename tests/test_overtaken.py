@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from builders import token_group
+from kill_model import check_archive_once
 from runs import train
-from test_kill import check_archive_once
 
 from arrowbank import BankLockedError, FencedError, RolloutBank
 from arrowbank import bank as bank_module

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from kill_child import digest, fate_of, make_group, state_of
-from test_kill import KillLoop, Violation, a_seed, check_archive_once, check_each_rollout_once, telling_the_seed
+from kill_loop import KillLoop, a_seed, telling_the_seed
+from kill_model import Violation, check_archive_once, check_each_rollout_once
 
 import arrowbank
 from arrowbank import RolloutBank

@@ -25,8 +25,8 @@ from builders import (
     token_group,
     token_rollout,
 )
+from drawn_groups import groups
 from hypothesis import given, settings
-from test_codec import groups
 
 from arrowbank.archive.compaction import write_parquet
 from arrowbank.archive.rows import narrow, widen

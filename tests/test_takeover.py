@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import random
 import re
-import secrets
 import sys
 import tempfile
 import traceback
@@ -23,11 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kill_loop import a_seed
+from kill_model import Violation
 from takeover_child import CALLS
 from takeovers import KINDS, Round, Takeovers
-from test_kill import Violation
 
 SAMPLE = 12
+SEED = "ARROWBANK_TAKEOVER_SEED"
 
 
 def play(directory: Path, seed: int, rounds: int, *, stop: bool) -> list[Round]:
@@ -40,7 +40,7 @@ def play(directory: Path, seed: int, rounds: int, *, stop: bool) -> list[Round]:
             try:
                 takeovers.run(KINDS[number % len(KINDS)], call)
             except BaseException as error:
-                error.add_note(f"ARROWBANK_TAKEOVER_SEED={seed}: the same jobs; when they are hit is up to the machine")
+                error.add_note(f"{SEED}={seed}: the same jobs; when they are hit is up to the machine")
                 if stop or not isinstance(error, Exception):
                     raise
                 print(f"--- violation, seed {seed}", flush=True)
@@ -67,10 +67,6 @@ def table(rounds: list[Round]) -> str:
     return "\n".join(lines)
 
 
-def a_seed() -> int:
-    return int(os.environ.get("ARROWBANK_TAKEOVER_SEED") or secrets.randbits(32))
-
-
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     caplog.set_level("CRITICAL", logger="arrowbank")
@@ -78,7 +74,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def test_a_holder_that_was_stopped_and_overtaken_does_and_spoils_nothing_more(tmp_path: Path, quiet: None) -> None:
-    seed = a_seed()
+    seed = a_seed(SEED)
     rounds = play(tmp_path, seed, SAMPLE, stop=True)
     print(f"seed {seed}\n{table(rounds)}")
     assert sum(one.acknowledged for one in rounds) > 20
@@ -89,7 +85,7 @@ def test_a_holder_that_was_stopped_and_overtaken_does_and_spoils_nothing_more(tm
     ("fault", "said"), [("no-fence", "acknowledged|failed: |changed"), ("writes-lock", "changed .'LOCK'")]
 )
 def test_a_planted_fault_is_caught(tmp_path: Path, quiet: None, fault: str, said: str) -> None:
-    with Takeovers(tmp_path, a_seed(), fault) as takeovers:
+    with Takeovers(tmp_path, a_seed(SEED), fault) as takeovers:
         for _ in range(8):
             try:
                 takeovers.run("force", None)
@@ -105,7 +101,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--stop", action="store_true", help="at the first violation; its bank is kept")
     options = parser.parse_args()
-    seed = a_seed() if options.seed is None else options.seed
+    seed = a_seed(SEED) if options.seed is None else options.seed
     logging.getLogger("arrowbank").setLevel(logging.CRITICAL)
     print(f"seed {seed}", flush=True)
     directory = Path(tempfile.mkdtemp(prefix="takeover-"))

@@ -11,38 +11,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import secrets
 import select
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import polars as pl
 import pytest
+from forked import Server
 from kill_child import fate_of
-from test_kill import (
-    _COLUMNS,
-    COMPACTION,
-    DrawMade,
-    Found,
-    Model,
-    Violation,
-    a_seed,
-    check_archive_once,
-    check_contents,
-    telling_the_seed,
-)  # fmt: skip
+from kill_loop import COMPACTION, a_seed, telling_the_seed
+from kill_model import COLUMNS, Model, Restores, Violation, check_archive_once, check_contents
 from writers_child import Start
 
 import arrowbank
@@ -61,7 +49,7 @@ EARLY = ("open", "restore")
 
 @dataclass
 class WritersModel(Model):
-    """The model of ``test_kill``, for several who append."""
+    """The model of ``kill_model``, for several who append."""
 
     session: int = 0
     """The last that a coordinator has restored in."""
@@ -153,15 +141,11 @@ class Run:
         self.alive: dict[str, Process] = {}
         self.by_line: dict[str, Process] = {}
         self.token = ""
-        self.found: Found | None = None
+        self._restores = Restores(self.model)
         self.random = random.Random(seed)
         self._longest_wait_s = longest_wait_s
         self._started = 0
-        self._unread = b""
-        self._reports, write_end = os.pipe()
-        command = [sys.executable, str(CHILD), str(write_end)]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[write_end], text=True)
-        os.close(write_end)
+        self._server = Server(CHILD)
 
     def __enter__(self) -> Self:
         return self
@@ -172,9 +156,7 @@ class Run:
         for process in list(self.alive.values()):
             if process.pid:
                 self._end(process)
-        self._server.kill()
-        self._server.communicate()
-        os.close(self._reports)
+        self._server.close()
 
     # -- starting and killing
 
@@ -189,9 +171,7 @@ class Run:
         )  # fmt: skip
         process = Process(name, os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
         self.alive[name] = self.by_line[job.name] = process
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(asdict(job)) + "\n")
-        self._server.stdin.flush()
+        self._server.start(job)
         self.follow(60, until=lambda: process.pid > 0)
         return process
 
@@ -235,7 +215,6 @@ class Run:
             self.follow(10, until=lambda: process.entered[phase] > 0 or process.is_joined)  # noqa: B023
             time.sleep(self.random.uniform(0, 0.02))
             self.kill(MAIN)
-            self.found = None
         self.coordinate()
 
     def _start_coordinator(self) -> Process:
@@ -270,11 +249,9 @@ class Run:
             self._read(0)
 
     def _read(self, wait: float) -> None:
-        if select.select([self._reports], [], [], min(wait, 0.05))[0]:
-            *lines, self._unread = (self._unread + os.read(self._reports, 1 << 16)).split(b"\n")
-            for line in lines:
-                name, kind, *words = line.decode().split(" ")
-                self._take(self.by_line[name], kind, words)
+        for line in self._server.read(min(wait, 0.05)) or ():
+            name, kind, *words = line.split(" ")
+            self._take(self.by_line[name], kind, words)
 
     def _take(self, process: Process, kind: str, words: list[str]) -> None:
         match kind:
@@ -288,7 +265,8 @@ class Run:
             case "<":
                 process.entered["left " + " ".join(words)] += 1
             case "R" | "P" | "G" | "Q" | "r":
-                self._take_restored(kind, words)
+                self._restores.take(kind, words)
+                self.counts["restores"] += kind == "r"
             case "J":
                 process.is_joined = True
                 self.counts["joins"] += 1
@@ -311,32 +289,12 @@ class Run:
         elif kind == "F":
             self.counts["fenced"] += 1
 
-    def _take_restored(self, kind: str, words: list[str]) -> None:
-        if kind == "R":
-            self.found = Found(int(words[0]))
-        found = self.found
-        assert found is not None
-        if kind == "P":
-            found.plan.append(DrawMade(int(words[0]), tuple(words[3].split(",")), words[1]))
-            found.lost += [] if words[2] == "-" else words[2].split(",")
-        elif kind == "G":
-            if words[0] in found.groups:
-                found.repeated.append(words[0])
-            found.groups[words[0]] = int(words[1]), words[2]
-        elif kind == "Q":
-            found.pending.append(words[0])
-        elif kind == "r":
-            found.damage = " ".join(words)
-            self.model.check_restored(found)
-            self.found = None
-            self.counts["restores"] += 1
-
     # -- checking
 
     def check_left_over(self) -> None:
         """Check a bank that has no coordinator, beside the writers."""
         check_archive_once(self.bank)
-        rows = arrowbank.scan(self.bank).to_polars().select(_COLUMNS).collect()
+        rows = arrowbank.scan(self.bank).to_polars().select(COLUMNS).collect()
         self.model.check_rows(rows)
         self._read_all()  # an append may have begun meanwhile
         self.model.check_makers(rows)

@@ -21,7 +21,6 @@ Through its FIFO a process is told, a line each:
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
 import pickle
@@ -30,11 +29,12 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
-from kill_child import EVAL, MOST_DRAWN, Job, Report, Trainer, fate_of, make_group, observe, slow_disk, state_of
+from forked import Report, be_ready, run_child
+from kill_child import EVAL, MOST_DRAWN, Job, Trainer, fate_of, make_group, observe, slow_disk
 
 from arrowbank import BankWriter, FencedError, RolloutBank, RolloutGroup, WriterToken
 
@@ -80,17 +80,17 @@ class Told:
 class Coordinator(Trainer):
     """Draws what the writers append, as fast as it can, and appends a little itself."""
 
+    evict_odds = 0.4
+
     def __init__(self, job: Start, report: Report, told: Told) -> None:
-        self.job, self.report, self.told = job, report, told
-        self.random = random.Random(job.seed)
-        self.made = 0
-        self.pool: list[str] = []
+        self.told = told
         self.known: set[str] = set()
         """Groups that were in the pool, or planned."""
-        with report.phase("open"):
-            self.bank = RolloutBank.open(job.path, keep_checkpoints=1)
-        self.plan = self.restore()
+        super().__init__(job, report)
         report.say("K", self.bank.session, pickle.dumps(self.bank.writer_token()).hex())
+
+    def open(self) -> RolloutBank:
+        return RolloutBank.open(self.job.path, keep_checkpoints=1)
 
     def give_back(self, group: RolloutGroup) -> str:
         uid = super().give_back(group)
@@ -98,10 +98,8 @@ class Coordinator(Trainer):
         return uid
 
     def coordinate(self) -> None:
-        iteration = self.job.restore
         while True:
-            self.bank.begin_iteration(iteration)
-            planned = [draw for draw in self.plan if draw[0] == iteration]
+            planned = self.begin()
             size = self.random.randint(3, 30)
             waited_until = time.monotonic() + 0.05
             self.hear()
@@ -112,20 +110,10 @@ class Coordinator(Trainer):
                 self.hear()
             if self.random.random() < 0.3:
                 self.append_three()
-            if planned:
-                _, uids, state = planned[0]
-                assert state is not None
-            else:
+            if not planned:
                 self.random.shuffle(self.pool)
                 size = max(size, min(len(self.pool) - 20, MOST_DRAWN))
-                uids, self.pool = self.pool[:size], self.pool[size:]
-                state = state_of(iteration, uids)
-            self.draw(iteration, uids, state)
-            iteration += 1
-            if self.pool and self.random.random() < 0.4:
-                self.evict([self.pool.pop()], f"evicted-at-{iteration}")
-            if self.random.random() < 0.4:
-                self.checkpoint(iteration)
+            self.end(planned, size)
 
     def hear(self) -> None:
         while self.told.lines:
@@ -258,31 +246,25 @@ class Writer:
 # -- the server
 
 
-def run_job(job: Start, report: Named) -> None:
-    signal.alarm(MOST_SECONDS)
+def work(job: Start, report: Named) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    report.say("B", os.getpid())
-    try:
-        told = Told(job.fifo)
-        observe(report)
-        slow_disk(random.Random(job.seed + 1), job.longest_wait_s)
-        if job.token:
-            Writer(job, report, told).work()
-        else:
-            Coordinator(job, report, told).coordinate()
-    except BaseException:
-        report.say("!", repr(traceback.format_exc()[-3000:]))
-    os._exit(1)  # whatever threads say
+    told = Told(job.fifo)
+    observe(report)
+    slow_disk(random.Random(job.seed + 1), job.longest_wait_s)
+    if job.token:
+        Writer(job, report, told).work()
+    else:
+        Coordinator(job, report, told).coordinate()
 
 
 def main() -> None:
-    importlib.import_module("pandas")  # pyarrow would, in every process anew: two seconds each
-    assert threading.active_count() == 1, "forking needs a single thread"
+    be_ready()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing is left of who was killed
-    for line in sys.stdin:
+    for line in sys.stdin:  # several at a time, and nobody waits for them
         job = Start(**json.loads(line))
         if os.fork() == 0:
-            run_job(job, Named(int(sys.argv[1]), job.name))
+            report = Named(int(sys.argv[1]), job.name)
+            run_child(report, partial(work, job, report), MOST_SECONDS)
 
 
 if __name__ == "__main__":
