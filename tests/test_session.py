@@ -255,7 +255,18 @@ def test_closing_leaves_nothing_in_tmp(tmp_path: Path) -> None:
 # -- races
 
 
-def test_of_many_openers_exactly_one_wins(paths: BankPaths) -> None:
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    """Threads that take turns after a few lines."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("hasty_threads")
+@pytest.mark.parametrize("attempt", range(30))
+def test_of_many_openers_the_first_wins_alone(paths: BankPaths, attempt: int) -> None:
     outcomes: list[Any] = []
     start = threading.Barrier(8)
 
@@ -272,8 +283,10 @@ def test_of_many_openers_exactly_one_wins(paths: BankPaths) -> None:
     for thread in threads:
         thread.join()
     winners = [outcome for outcome in outcomes if not isinstance(outcome, BankLockedError)]
+    assert len(outcomes) == 8
     assert [winner.session for winner in winners] == [1]
     winners[0].check()
+    winners[0].release()
 
 
 def test_of_many_processes_that_open_exactly_one_wins(tmp_path: Path) -> None:

@@ -218,12 +218,13 @@ def clear_directory(directory: Path) -> None:
 
 
 def empty_directory(directory: Path) -> None:
-    """Remove what is in a directory; links are not followed."""
+    """Remove what is in a directory, also beside others who remove from it; links are not followed."""
     for entry in list(directory.iterdir()):
-        if stat.S_ISDIR(entry.lstat().st_mode):
-            clear_directory(entry)
-        else:
-            entry.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # whoever made it has taken it away meanwhile
+            if stat.S_ISDIR(entry.lstat().st_mode):
+                clear_directory(entry)
+            else:
+                entry.unlink()
 
 
 def read_small(path: Path, limit: int) -> bytes:

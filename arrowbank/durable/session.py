@@ -204,16 +204,18 @@ def _try_claim(paths: BankPaths, session: int) -> Claim | None:
     tmp = paths.session_tmp(session)
     files.make_directories([tmp])
     _held.add(holder.token)
+    claimed = False
     try:
         files.create_exclusive(paths.claim(session), holder.model_dump_json().encode(), tmp)
+        claimed = True
         files.empty_directory(tmp)  # of what is left of others' tries for this number, and of a stranger's
         _clear_tmp(paths, session)
         files.replace(paths.lock, _Lock(holder=holder).model_dump_json().encode(), tmp)
     except BaseException as error:
         _held.discard(holder.token)
-        lost = isinstance(error, FileNotFoundError) and paths.claimed_sessions()[-1:] >= [session]
-        if isinstance(error, FileExistsError) or lost:
-            return None  # this session, or one after it, was claimed meanwhile, and what is in tmp/ taken away
+        faster = paths.claimed_sessions()[-1:] >= [session + claimed]  # and may have taken away what is in tmp/
+        if faster and isinstance(error, FileExistsError | FileNotFoundError):
+            return None
         raise
     return Claim(paths, holder)
 
