@@ -205,7 +205,15 @@ def acknowledge_before_write() -> None:
     StreamWriter.append, StreamWriter.close = late, close_late  # type: ignore[method-assign]
 
 
-FAULTS: dict[str, Callable[[], None]] = {"acknowledge-before-write": acknowledge_before_write}
+def sync_nothing() -> None:
+    """Believe that data reaches the disk by itself."""
+    os.fsync = os.fdatasync = lambda descriptor: None
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "acknowledge-before-write": acknowledge_before_write,
+    "sync-nothing": sync_nothing,
+}
 
 
 # -- the trainer

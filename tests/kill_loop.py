@@ -78,9 +78,13 @@ class KillLoop:
         self.check_left_over()
         return kill
 
+    def follow(self) -> Followed:
+        """Begin to read one trainer's report."""
+        return Followed(self.model)
+
     def _run(self, target: str | None, seconds: float) -> Kill:
         """Follow a trainer's report to its end."""
-        trainer = Followed(self.model)
+        trainer = self.follow()
         nth = 1 if target in ("open", "restore") else self._random.randint(1, 3)
         enough = time.monotonic() + seconds
         for line in self._lines(until=lambda: enough if trainer.pid and not trainer.killed else None):

@@ -172,7 +172,7 @@ class Model:
             if row["problem_id"] != str(serial):
                 raise Violation(f"group {uid} changed: serial {serial}, in scan as {row['problem_id']}")
             if not self._outcome_is_right(uid, row, place.get(uid)):
-                raise Violation(f"scan has {row}; drawn {place.get(uid)}, evicted {self.evicted.get(uid)}, {self}")
+                raise Violation(f"scan has {row}; drawn {place.get(uid)}, evicted {self.evicted.get(uid)}")
 
     def _outcome_is_right(self, uid: str, row: dict[str, object], place: tuple[DrawMade, int] | None) -> bool:
         outcome, drawn = row["outcome"], (row["consumed_iteration"], row["consumed_position"], row["draw_size"])

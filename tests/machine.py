@@ -48,11 +48,12 @@ def require_root(why: str) -> None:
         missing(f"only root {why}")
 
 
-def require_mounts() -> None:
-    """Small disks are mounted, to be filled and broken: a tmpfs, and ext4 in a file."""
-    trouble = _trouble_with_mounts()
-    if trouble:
-        missing(trouble)
+def require_mounts(*file_systems: str) -> None:
+    """Small disks are mounted, to be filled and broken: a tmpfs, and ext4, or others, in a file."""
+    for file_system in file_systems or ("ext4",):
+        trouble = _trouble_with_mounts(file_system)
+        if trouble:
+            missing(trouble)
 
 
 def require_strace() -> None:
@@ -63,18 +64,19 @@ def require_strace() -> None:
 
 
 @cache
-def _trouble_with_mounts() -> str:
+def _trouble_with_mounts(file_system: str) -> str:
     if os.geteuid() != 0:
         return "only root can mount the small disks that are filled here"
-    for program in ("mount", "umount", "mkfs.ext4"):
+    make = f"mkfs.{file_system}"
+    for program in ("mount", "umount", make):
         if shutil.which(program) is None:
             return f"no {program} here: install it"
     with tempfile.TemporaryDirectory(prefix="arrowbank-") as directory:
         place, image = Path(directory, "disk"), Path(directory, "image")
         place.mkdir()
         image.write_bytes(b"")
-        os.truncate(image, 16 << 20)
-        for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, place], ["umount", place]):
+        os.truncate(image, 320 << 20)  # the least that xfs wants; blocks that nobody writes take no room
+        for command in ([make, "-q", image], ["mount", "-o", "loop", image, place], ["umount", place]):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 return f"disks cannot be mounted here: {done.stderr.strip()}"

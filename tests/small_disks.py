@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import gc
 import os
+import struct
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from disk_model import Model, make_group
 from arrowbank import BankClosedError, Restored, RolloutBank, RolloutGroup
 
 __all__ = [
-    "SCENARIO", "Disk", "Model", "Step", "Trainer", "call", "ext4", "find_problem", "remount",
+    "SCENARIO", "Disk", "Model", "Step", "Trainer", "call", "ext4", "find_problem", "in_image", "remount",
     "run", "tmpfs",
 ]  # fmt: skip
 
@@ -83,6 +85,18 @@ class Disk:
             self._ballast.unlink(missing_ok=True)
         self.is_full = False
 
+    def cut(self, *, flush_log: bool) -> None:
+        """Cut its power: from now on nothing reaches the disk, and every call that would write or sync fails.
+
+        The journal of the file system is written out before, or left as it is.
+        Source: ``FS_IOC_SHUTDOWN`` of Linux, with its flags LOGFLUSH and NOLOGFLUSH.
+        """
+        descriptor = os.open(self.root, os.O_RDONLY)
+        try:
+            fcntl.ioctl(descriptor, 0x8004587D, struct.pack("I", 1 if flush_log else 2))
+        finally:
+            os.close(descriptor)
+
     def mount_again(self) -> None:
         assert self.image is not None
         _run("umount", self.root)
@@ -100,20 +114,26 @@ def tmpfs(root: Path, *, inodes: int = 400) -> Iterator[Disk]:
         _unmount(root)
 
 
-@contextlib.contextmanager
-def ext4(root: Path) -> Iterator[Disk]:
+def ext4(root: Path) -> contextlib.AbstractContextManager[Disk]:
     """An ext4 of 16 MiB in a file beside ``root``."""
+    return in_image(root, 16, "mkfs.ext4", "-q", "-m", "0", "-N", "512")
+
+
+@contextlib.contextmanager
+def in_image(root: Path, size_mib: int, *make: str) -> Iterator[Disk]:
+    """A file system that the command ``make`` makes in a file beside ``root``."""
     root.mkdir()
-    image = root.with_suffix(".ext4")
+    image = root.with_suffix(".image")
     with image.open("wb") as file:
-        os.truncate(file.fileno(), 16 << 20)
-    _run("mkfs.ext4", "-q", "-m", "0", "-N", "512", image)
+        os.truncate(file.fileno(), size_mib << 20)
+    _run(*make, image)
     _run("mount", "-o", "loop", image, root)
     try:
         yield Disk(root, image)
     finally:
         _unmount(root)
         image.unlink()
+        root.rmdir()
 
 
 def remount(disk: Disk, how: str) -> None:

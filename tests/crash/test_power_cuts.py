@@ -1,0 +1,33 @@
+"""A sample of the power cuts, and a fault that they see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kill_loop import a_seed, telling_the_seed
+from kill_model import Violation
+from machine import directory_in_memory, require_mounts
+from power_cuts import FILE_SYSTEMS, cut_often
+
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("file_system", FILE_SYSTEMS)]
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """Where the images of disks lie: what matters is the order of writes, not how long they take."""
+    require_mounts(*FILE_SYSTEMS)
+    with directory_in_memory() as directory:
+        yield directory
+
+
+def test_what_is_acknowledged_outlives_power_cuts(in_memory: Path, file_system: str) -> None:
+    seed = a_seed()
+    with telling_the_seed(seed):
+        assert cut_often(in_memory, file_system, 24, seed) > 500
+
+
+def test_the_cuts_see_groups_acknowledged_before_they_are_durable(in_memory: Path, file_system: str) -> None:
+    with pytest.raises(Violation):
+        cut_often(in_memory, file_system, 12, seed=a_seed(), fault="sync-nothing")
