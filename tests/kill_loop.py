@@ -19,11 +19,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import polars as pl
 from forked import Server
 from kill_child import Job
 from kill_model import COLUMNS, Model, Restores, Violation, check_archive_once
 
 import arrowbank
+from arrowbank.errors import ArrowbankError
 
 CHILD = Path(__file__).with_name("kill_child.py")
 COMPACTION = ("execute", "publish", "manifest", "unlink")
@@ -40,16 +42,37 @@ class Kill:
     """Groups, by this trainer."""
 
 
+def start_server(fault: str | None = None) -> Server:
+    """Start what forks trainers, with a planted fault if there is to be one."""
+    return Server(CHILD, *([fault] if fault else []))
+
+
 class KillLoop:
     """Starts trainers on one bank and kills them."""
 
-    def __init__(self, directory: Path, seed: int, *, fault: str | None = None, longest_wait_s: float = 0.0007) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        seed: int,
+        *,
+        fault: str | None = None,
+        longest_wait_s: float = 0.0007,
+        model: Model | None = None,
+        before: int = 0,
+        server: Server | None = None,
+    ) -> None:
+        """``model``: what others, ``before`` at most, were promised who worked on this bank.
+
+        A ``server`` that forks the trainers, and that somebody else closes, spares its start.
+        """
         self.bank = directory / "bank"
-        self.model = Model()
+        self.model = model or Model()
+        self._before = before
         self.kills: list[Kill] = []
         self._random = random.Random(seed)
         self._longest_wait_s = longest_wait_s
-        self._server = Server(CHILD, *([fault] if fault else []))
+        self._own_server = server is None
+        self._server = server or start_server(fault)
 
     def __enter__(self) -> Self:
         return self
@@ -57,7 +80,8 @@ class KillLoop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.close()
+        if self._own_server:
+            self._server.close()
 
     def cycle(self, target: str | None, *, in_flight: bool, seconds: float = 1.5) -> Kill:
         """Start a trainer, kill it soon after it entered the phase ``target``, and check what was left.
@@ -67,7 +91,7 @@ class KillLoop:
         job = Job(
             path=str(self.bank),
             seed=self._random.getrandbits(32),
-            cycle=len(self.kills) + 1,
+            cycle=self._before + len(self.kills) + 1,
             restore=self._random.choice(self.model.checkpoints()),
             in_flight=in_flight,
             longest_wait_s=self._longest_wait_s,
@@ -116,9 +140,12 @@ class KillLoop:
             if self.model.serials:
                 raise Violation("the manifest is gone")
             return
-        check_archive_once(self.bank)
-        view = arrowbank.scan(self.bank)
-        self.model.check_rows(view.to_polars().select(COLUMNS).collect())
+        try:
+            check_archive_once(self.bank)
+            view = arrowbank.scan(self.bank)
+            self.model.check_rows(view.to_polars().select(COLUMNS).collect())
+        except (ArrowbankError, pl.exceptions.PolarsError, OSError) as error:
+            raise Violation(f"what is left cannot be read: {error}") from error
 
 
 class Followed:

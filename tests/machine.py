@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,15 @@ from typing import NoReturn
 
 import pytest
 
-__all__ = ["directory_in_memory", "in_memory", "missing", "require_mounts", "require_root", "require_strace"]
+__all__ = [
+    "directory_in_memory",
+    "in_memory",
+    "missing",
+    "require_fuse",
+    "require_mounts",
+    "require_root",
+    "require_strace",
+]
 
 REQUIRE = "ARROWBANK_TESTS_REQUIRE"
 
@@ -81,6 +90,23 @@ def _trouble_with_mounts(file_system: str) -> str:
             if done.returncode:
                 return f"disks cannot be mounted here: {done.stderr.strip()}"
     return ""
+
+
+def require_fuse() -> None:
+    """A disk that keeps a log is served through FUSE."""
+    trouble = _trouble_with_fuse()
+    if trouble:
+        missing(trouble)
+
+
+@cache
+def _trouble_with_fuse() -> str:
+    if not os.access("/dev/fuse", os.W_OK):
+        return "no access to /dev/fuse here"
+    if shutil.which("fusermount3") is None:
+        return "no fusermount3 here: install fuse3"
+    done = subprocess.run([sys.executable, "-c", "import mfusepy"], capture_output=True, text=True, check=False)
+    return f"no mfusepy here: {done.stderr.strip()}" if done.returncode else ""
 
 
 @cache

@@ -25,8 +25,8 @@ from disk_model import Model, make_group
 from arrowbank import BankClosedError, Restored, RolloutBank, RolloutGroup
 
 __all__ = [
-    "SCENARIO", "Disk", "Model", "Step", "Trainer", "call", "ext4", "find_problem", "in_image", "remount",
-    "run", "tmpfs",
+    "SCENARIO", "Disk", "Model", "Step", "Trainer", "call", "ext4", "find_problem", "in_image", "mounted",
+    "remount", "run", "run_program", "tmpfs",
 ]  # fmt: skip
 
 # -- disks
@@ -99,15 +99,15 @@ class Disk:
 
     def mount_again(self) -> None:
         assert self.image is not None
-        _run("umount", self.root)
-        _run("mount", "-o", "loop", self.image, self.root)
+        run_program("umount", self.root)
+        run_program("mount", "-o", "loop", self.image, self.root)
 
 
 @contextlib.contextmanager
 def tmpfs(root: Path, *, inodes: int = 400) -> Iterator[Disk]:
     """A tmpfs of 4 MiB."""
     root.mkdir()
-    _run("mount", "-t", "tmpfs", "-o", f"size=4m,nr_inodes={inodes}", "tmpfs", root)
+    run_program("mount", "-t", "tmpfs", "-o", f"size=4m,nr_inodes={inodes}", "tmpfs", root)
     try:
         yield Disk(root)
     finally:
@@ -122,25 +122,36 @@ def ext4(root: Path) -> contextlib.AbstractContextManager[Disk]:
 @contextlib.contextmanager
 def in_image(root: Path, size_mib: int, *make: str) -> Iterator[Disk]:
     """A file system that the command ``make`` makes in a file beside ``root``."""
-    root.mkdir()
     image = root.with_suffix(".image")
     with image.open("wb") as file:
         os.truncate(file.fileno(), size_mib << 20)
-    _run(*make, image)
-    _run("mount", "-o", "loop", image, root)
+    run_program(*make, image)
     try:
-        yield Disk(root, image)
+        with mounted(image, root):
+            yield Disk(root, image)
     finally:
-        _unmount(root)
         image.unlink()
+
+
+@contextlib.contextmanager
+def mounted(image: Path, root: Path) -> Iterator[None]:
+    """A directory, made for it, on which the file system in a file is mounted."""
+    root.mkdir()
+    try:
+        run_program("mount", "-o", "loop", image, root)
+        try:
+            yield
+        finally:
+            _unmount(root)
+    finally:
         root.rmdir()
 
 
 def remount(disk: Disk, how: str) -> None:
-    _run("mount", "-o", f"remount,{how}", disk.root)
+    run_program("mount", "-o", f"remount,{how}", disk.root)
 
 
-def _run(*command: str | Path) -> None:
+def run_program(*command: str | Path) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except FileNotFoundError:
@@ -152,7 +163,7 @@ def _run(*command: str | Path) -> None:
 def _unmount(root: Path) -> None:
     gc.collect()  # groups that were handed out hold mappings
     if subprocess.run(["umount", root], capture_output=True).returncode:
-        _run("umount", "-l", root)
+        run_program("umount", "-l", root)
 
 
 # -- a run

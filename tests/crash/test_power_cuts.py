@@ -6,28 +6,47 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from block_replay import record, replay
 from kill_loop import a_seed, telling_the_seed
 from kill_model import Violation
-from machine import directory_in_memory, require_mounts
+from machine import directory_in_memory, require_fuse, require_mounts
 from power_cuts import FILE_SYSTEMS, cut_often
 
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("file_system", FILE_SYSTEMS)]
+pytestmark = pytest.mark.slow
+on_each = pytest.mark.parametrize("file_system", FILE_SYSTEMS)
 
 
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
     """Where the images of disks lie: what matters is the order of writes, not how long they take."""
     require_mounts(*FILE_SYSTEMS)
+    require_fuse()
     with directory_in_memory() as directory:
         yield directory
 
 
+@on_each
 def test_what_is_acknowledged_outlives_power_cuts(in_memory: Path, file_system: str) -> None:
     seed = a_seed()
     with telling_the_seed(seed):
         assert cut_often(in_memory, file_system, 24, seed) > 500
 
 
+@on_each
 def test_the_cuts_see_groups_acknowledged_before_they_are_durable(in_memory: Path, file_system: str) -> None:
     with pytest.raises(Violation):
         cut_often(in_memory, file_system, 12, seed=a_seed(), fault="sync-nothing")
+
+
+def test_what_is_acknowledged_outlives_disks_that_lose_any_unflushed_blocks(in_memory: Path) -> None:
+    seed = a_seed()
+    with telling_the_seed(seed):
+        recording = record(in_memory, seed)
+        assert replay(in_memory, recording, 20, seed) > 500
+
+
+def test_lost_blocks_show_groups_acknowledged_before_they_are_durable(in_memory: Path) -> None:
+    seed = a_seed()
+    recording = record(in_memory, seed, fault="sync-nothing")
+    with pytest.raises(Violation):
+        replay(in_memory, recording, 12, seed, fault="sync-nothing")
