@@ -225,6 +225,12 @@ class TestKilled:
         check_same(tmp_path, twin(variant))
         assert calls(tmp_path) == calls(twin(variant))
         assert max(resume["step"] for resume in lines(tmp_path / "resumes.jsonl")) > 0
+        begun, unkilled = len(calls(tmp_path, "asked")), len(calls(twin(variant)))
+        print(
+            f"{variant}: {len(lines(tmp_path / 'resumes.jsonl')) - 1} kills, {begun} generator calls begun, "
+            f"{len(calls(tmp_path))} made; unkilled {unkilled}; {len(losses(tmp_path))} logged losses and the weights "
+            f"equal, {done(tmp_path)['weights'][:16]}"
+        )
 
     def test_while_a_checkpoint_is_saved(self, run: Run, twin: Callable[[str], Path], tmp_path: Path) -> None:
         options = VARIANTS["four-steps"]
