@@ -83,10 +83,12 @@ def serve(report: Report, job_type: type[J], work: Callable[[J, Report], object]
 class Server:
     """A running server, and what its children tell."""
 
-    def __init__(self, script: Path, *arguments: str) -> None:
+    def __init__(self, script: Path, *arguments: str, **environment: str) -> None:
         self.reports, write_end = os.pipe()
         command = [sys.executable, str(script), str(write_end), *arguments]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[write_end], text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[write_end], text=True, env=os.environ | environment
+        )
         os.close(write_end)
         self._unread = b""
 
