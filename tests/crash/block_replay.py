@@ -22,11 +22,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from block_log import DISK, Flush, Write, read_log
 from forked import Server
 from kill_loop import Followed, KillLoop, start_server
 from kill_model import Model, Violation
 from small_disks import mounted, run_program
+
+from crash.block_log import DISK, Flush, Write, read_log
 
 __all__ = ["Recording", "record", "replay"]
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from block_replay import record, replay
 from kill_loop import a_seed, telling_the_seed
 from kill_model import Violation
 from machine import directory_in_memory, require_fuse, require_mounts
-from power_cuts import FILE_SYSTEMS, cut_often
+
+from crash.block_replay import record, replay
+from crash.power_cuts import FILE_SYSTEMS, cut_often
 
 pytestmark = pytest.mark.slow
 on_each = pytest.mark.parametrize("file_system", FILE_SYSTEMS)

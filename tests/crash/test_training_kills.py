@@ -9,7 +9,8 @@ import pytest
 from kill_loop import a_seed, telling_the_seed
 from kill_model import Violation
 from machine import directory_in_memory
-from training_kills import kill_trainings, training_server
+
+from crash.training_kills import kill_trainings, training_server
 
 pytestmark = pytest.mark.slow
 
