@@ -18,7 +18,7 @@ import asyncio
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,8 @@ __all__ = ["SCENARIOS", "Player", "options_of"]
 def options_of(serial: int) -> dict[str, Any]:
     """What is said of a group at append."""
     fate = fate_of(serial)
-    if fate == EVAL:
-        return {"split": EVAL}
-    return {} if fate == "train" else {"evicted": fate}
+    is_drawn = fate in ("train", EVAL)
+    return {"split": EVAL if fate == EVAL else "train", "evicted": None if is_drawn else fate}
 
 
 class Player:
@@ -89,12 +88,12 @@ class Player:
 
     def append(self, *serials: int, to: Appends | None = None) -> None:
         for serial in serials:
-            with self.telling("append", serials=[serial]) as uids:
+            with self.telling("append", serials=[serial], **options_of(serial)) as uids:
                 uids.append((to or self.bank).append(make_group(serial), **options_of(serial)))
             self.uids[serial] = uids[0]
 
     def append_many(self, *serials: int, to: Appends | None = None) -> None:
-        with self.telling("append", serials=serials) as uids:
+        with self.telling("append", serials=serials, split="train", evicted=None) as uids:
             uids += (to or self.bank).append_many([make_group(serial) for serial in serials])
         self.uids |= dict(zip(serials, uids, strict=True))
 
@@ -102,7 +101,7 @@ class Player:
         """With ``append_async``: several in flight, one sync."""
 
         async def one(serial: int) -> None:
-            with self.telling("append", serials=[serial]) as uids:
+            with self.telling("append", serials=[serial], **options_of(serial)) as uids:
                 uids.append(await self.bank.append_async(make_group(serial), **options_of(serial)))
             self.uids[serial] = uids[0]
 
@@ -270,7 +269,7 @@ def failed_appends(run: Player) -> None:
 
 
 def _append_group(run: Player, serial: int, group: RolloutGroup) -> None:
-    with run.telling("append", serials=[serial]) as uids:
+    with run.telling("append", serials=[serial], **options_of(serial)) as uids:
         uids.append(run.bank.append(group))
     run.uids[serial] = uids[0]
 
@@ -340,9 +339,3 @@ SCENARIOS: dict[str, Callable[[Player], None]] = {
     )
 }  # fmt: skip
 
-
-def play(name: str, root: Path) -> None:
-    SCENARIOS[name](Player(root))
-
-
-Serials = Sequence[int]
