@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the helpers of all tests
 
 from crash import states
+from crash.traced import tracing
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Result:
 
 
 def _states(options: argparse.Namespace) -> Result:
-    outcome = states.explore(options.states, options.seed)
+    with tracing() as tracer:
+        outcome = states.explore(options.states, options.seed, tracer)
     print(outcome, file=sys.stderr)
     return Result(len(outcome.unique), outcome.violations)
 

@@ -3,12 +3,12 @@ it work on?
 
 Checked of each state: the archive that plain readers see, before anything opens the bank; open; ``restore`` at the
 model's checkpoint; plan, pending, evicted and settled groups against the plain model, with the content of every group
-that is handed back, bit for bit; what the archive says of each row; a report without damage, but for torn tails;
-segments that are whole Arrow streams; that the bank takes another group, another draw, and closes; that a second open
-changes no file of data. Of the ``thorough`` ones also: ``scan``, with the content of every group, and a restore of
-checkpoint 0, with all that this brings back.
+that is handed back, bit for bit; what the archive says of each row; a report without damage, but for torn tails; that
+the bank takes another group, another draw, and closes; segments that are whole Arrow streams. Of the ``thorough`` ones
+also: that a second open changes no file of data; a restore of checkpoint 0 in a further session, with all that it
+brings back; ``scan``, with the content of every group.
 
-Nothing is traced here; files are read once for each content, whichever state they are in.
+Nothing is traced here. The same bytes of a file or a record are read once, whichever state they are in.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class Checker:
     def __post_init__(self) -> None:
         self._rows: dict[str, list[tuple[Any, ...]]] = {}
         self._streams: set[str] = set()
+        self.contents: dict[str, int] = {}
+        """Digest of a record that decodes to what was appended → serial number."""
 
     def check(self, state: State, known: Known, *, thorough: bool, later: bool = False) -> None:
         """Raise Violation when the bank breaks a promise.
@@ -102,17 +104,20 @@ class _Case:
             else:
                 self.open()
             self.check_restored(checkpoint)
-            self.check_archive(checkpoint)
+            self.check_archive()
             self.work_on(checkpoint)
             self.bank.close()
             self.check_files()
-            self.open()
-            at = 0 if self.thorough else checkpoint
-            self.check_restored(at)
-            self.check_archive(at)
             if self.thorough:
-                self.check_scan()
-            self.bank.close()
+                self.come_again()
+
+    def come_again(self) -> None:
+        """Go back to the very beginning, on what the first session has made of it."""
+        self.open()
+        self.check_restored(0)
+        self.check_archive()
+        self.check_scan()
+        self.bank.close()
         self.check_files()
 
     def open_twice(self) -> None:
@@ -167,7 +172,12 @@ class _Case:
             expected = " or ".join(str(_expected(world, session)) for world in worlds)
             raise Violation(f"restore({checkpoint}) handed back\n  {seen}\nexpected\n  {expected}")
         for group in handed(restored):
-            self._check_content(group)
+            ref = self.bank._ledger.state.groups[str(group.uid)]
+            assert ref.record is not None
+            key = xxhash.xxh3_128_hexdigest(ref.record.message)
+            if self.checker.contents.get(key) != self.known.serials[ref.uid]:
+                self._check_content(group)
+                self.checker.contents[key] = self.known.serials[ref.uid]
 
     def _take_in_flight(self) -> None:
         for uid, ref in sorted(self.bank._ledger.state.groups.items(), key=lambda item: item[1].age):
@@ -187,7 +197,7 @@ class _Case:
         if digest(group) != digest_of(serial):
             raise Violation(f"group {group.uid} is not what was appended as serial {serial}")
 
-    def check_archive(self, checkpoint: int) -> None:
+    def check_archive(self) -> None:
         """Each group is live or archived, and what is archived has the fate that the model gives it."""
         rows, session = self.archived(), self.bank.session
         archived, live = {row[0] for row in rows}, self.bank._ledger.state.groups.keys()

@@ -273,7 +273,7 @@ class _Follower:
     # -- names
 
     def _place(self, call: Call, at: int) -> tuple[int, str]:
-        """Return directory and name of the path that begins with argument ``at``: with a directory's descriptor, or not."""
+        """Return directory and name of a path: argument ``at``, behind a directory's descriptor or not."""
         first = call.arguments[at]
         if first.startswith('"'):
             return self._parent(os.fsdecode(string_of(first)))

@@ -1,7 +1,8 @@
 """What was acknowledged before a crash, as plain models: of all that may be true, one must be.
 
-A call that was not told to have returned may have been made or not; of groups in flight any may be there. Of a call
-that raised nothing may be there.
+A call that was not told to have returned may have been made or not; of groups in flight any may be there. Of an append
+that raised nothing may be there. Any other call that raised says that it does not count with the next one that returns:
+until then a crash may leave it made.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def known_from(facts: Iterable[Fact], before: Known | None = None) -> Known:
     """Return what the facts told before a crash say, on top of what was known before."""
     known = Known() if before is None else before.copy()
     tries: dict[int, tuple[str, dict[str, Any]]] = {}
+    raised: list[tuple[str, dict[str, Any]]] = []
     for fact in facts:
         match fact.event:
             case ["open", session]:
@@ -90,11 +92,13 @@ def known_from(facts: Iterable[Fact], before: Known | None = None) -> Known:
             case ["did", number, uids]:
                 kind, what = tries.pop(number)
                 _did(known, kind, what, uids)
+                raised = raised if kind == "append" else []
             case ["raised", number]:
-                del tries[number]
+                kind, what = tries.pop(number)
+                raised += [(kind, what)] if kind != "append" else []
             case _:
                 raise ValueError(f"no fact: {fact.event}")
-    for kind, what in tries.values():
+    for kind, what in [*raised, *tries.values()]:
         if kind == "append":
             known.in_flight |= dict.fromkeys(what["serials"], what)
         else:

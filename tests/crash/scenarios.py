@@ -44,8 +44,10 @@ def options_of(serial: int) -> dict[str, Any]:
 class Player:
     """Makes the calls of a run, and tells."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, sound: bool = True) -> None:
+        """sound: nothing is planted in the bank that would have a call return which must raise."""
         self.path = root / "bank"
+        self.sound = sound
         self._facts = os.open(root / "facts", os.O_WRONLY | os.O_CREAT, 0o666)
         self._calls = 0
         self.uids: dict[int, str] = {}
@@ -112,9 +114,7 @@ class Player:
 
     def draw(self, iteration: int, *serials: int, span: int = 1) -> None:
         uids, state = [self.uids[serial] for serial in serials], f"state of {iteration}"
-        with self.telling(
-            "draw", session=self.bank.session, iteration=iteration, uids=uids, span=span, state=state
-        ):
+        with self.telling("draw", session=self.bank.session, iteration=iteration, uids=uids, span=span, state=state):
             self.bank.mark_consumed(uids, iteration, span=span, state=state.encode())
 
     def replay(self, count: int | None = None) -> None:
@@ -148,6 +148,15 @@ class Player:
         self.bank.begin_iteration(at + 1)
         if checkpoint:
             self.checkpoint(at + 1)
+
+    def refused(self, call: Callable[[], object]) -> bool:
+        """Make a call that must raise OSError; return whether it did."""
+        try:
+            call()
+        except OSError:
+            return True
+        assert not self.sound, "a call was made to fail, and did not raise"
+        return False
 
     @contextmanager
     def failing(self, name: str, *, count: int = 1, skip: int = 0) -> Iterator[None]:
@@ -252,17 +261,23 @@ def failed_appends(run: Player) -> None:
     run.append(1)
     for name in ("fdatasync", "pwritev"):
         with run.failing(name):
-            _expect_failure(lambda: run.append_many(10, 14))
+            run.refused(lambda: run.append_many(10, 14))
         run.append(2 if name == "fdatasync" else 3)
     with run.failing("fsync"):  # of the next segment, whose creation fails
         run.bank.begin_iteration(1)
-        _expect_failure(lambda: run.append(20))
+        run.refused(lambda: run.append(20))
     run.append(21)
     group = make_group(22)
     with run.failing("fdatasync"):
-        _expect_failure(lambda: _append_group(run, 22, group))
-    _append_group(run, 22, group)  # the retry of an append that raised
+        raised = run.refused(lambda: _append_group(run, 22, group))
+    if raised:
+        _append_group(run, 22, group)  # once more
+    with run.failing("fdatasync"):
+        run.refused(lambda: run.draw(1, 1, 22))
     run.draw(1, 1, 22)
+    with run.failing("pwritev", skip=1):
+        run.refused(lambda: run.evict(2))
+    run.append(23)
     run.bank.begin_iteration(2)
     run.checkpoint(2)
     run.close()
@@ -272,14 +287,6 @@ def _append_group(run: Player, serial: int, group: RolloutGroup) -> None:
     with run.telling("append", serials=[serial], **options_of(serial)) as uids:
         uids.append(run.bank.append(group))
     run.uids[serial] = uids[0]
-
-
-def _expect_failure(call: Callable[[], object]) -> None:
-    try:
-        call()
-    except OSError:
-        return
-    raise AssertionError("a call was made to fail, and did not raise")
 
 
 def takeovers(run: Player) -> None:
@@ -322,7 +329,7 @@ def writers(run: Player) -> None:
     one.begin_iteration(1)
     run.bank.begin_iteration(1)
     with run.failing("fdatasync"):
-        _expect_failure(lambda: run.append(8, to=two))
+        run.refused(lambda: run.append(8, to=two))
     run.append(9, to=two)
     run.append(10, to=one)
     two.close()
@@ -338,4 +345,3 @@ SCENARIOS: dict[str, Callable[[Player], None]] = {
         appends, checkpoints, going_back, failed_appends, takeovers, writers, two_kept, discarding
     )
 }  # fmt: skip
-

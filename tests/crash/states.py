@@ -14,12 +14,12 @@ A state's number is ``scenario.moment.choice``, of depth 2 ``scenario.moment.cho
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from machine import directory_in_memory
 
@@ -35,6 +35,8 @@ DEEPER = 150
 """So many states of depth 1 are looked at for each one whose open is traced …"""
 OF_EACH = 50
 """… and so many states of that open."""
+AT_FIRST = 4
+"""Random states of each moment that are looked at together with the systematic ones."""
 MOST_VIOLATIONS = 20
 """Then the search ends."""
 
@@ -102,7 +104,7 @@ class _Search:
             self._crashes[scenario] = Crashes(trace, f"{self.seed}/{scenario}")
         return self._crashes[scenario]
 
-    def look_at(self, number: Number, crashes: Crashes, state: State, known: Known, depth: tuple[int, int]) -> bool:
+    def look_at(self, number: Number, state: State, known: Known, depth: tuple[int, int]) -> bool:
         """Check a state, unless that was done before; return whether it was new."""
         key = state.digest, *depth
         if key in self._seen:
@@ -131,7 +133,7 @@ class _Search:
         root = self._tracer.next_root
         root.mkdir()
         state.write(root)
-        trace = self._tracer.run(iteration=known.checkpoints[0])
+        trace = self._tracer.run(iteration=known.checkpoints[0], fault=self._fault)
         return Crashes(trace, f"{self.seed}/{number.scenario}.{number.moment}.{number.choice}"), known
 
     def look_deeper(self, number: Number, dice: random.Random, most: int) -> None:
@@ -148,48 +150,46 @@ class _Search:
             one = replace(number, deeper=(moment, choice))
             facts = crashes.moments[moment].facts
             depth = len(self.crashes(number.scenario).moments[number.moment].facts), 1 + len(facts)
-            most -= self.look_at(one, crashes, crashes.state(moment, choice), known_from(facts, known), depth)
+            most -= self.look_at(one, crashes.state(moment, choice), known_from(facts, known), depth)
 
     def numbers(self, scenarios: Iterable[str], dice: random.Random) -> Iterator[Number]:
-        """Name states of depth 1 for ever: the systematic ones first, shuffled, then random ones."""
+        """Name states of depth 1 for ever: of each moment all systematic ones and some random ones, shuffled; then
+        more random ones."""
         names = list(scenarios)
         moments = [(name, moment) for name in names for moment in range(len(self.crashes(name).moments))]
-        systematic = {place: self.crashes(place[0]).systematic(place[1]) for place in moments}
-        first = [Number(*place, choice) for place in moments for choice in range(systematic[place])]
+        known = {place: self.crashes(place[0]).systematic(place[1]) + AT_FIRST for place in moments}
+        first = [Number(*place, choice) for place in moments for choice in range(known[place])]
         dice.shuffle(first)
         yield from first
-        more = 0
-        while True:
+        for more in itertools.count():
             dice.shuffle(moments)
             for place in moments:
-                yield Number(*place, systematic[place] + more)
-            more += 1
+                yield Number(*place, known[place] + more)
 
 
 def explore(
     count: int,
     seed: int,
+    tracer: Tracer,
     *,
     scenarios: Iterable[str] = SCENARIOS,
     fault: str = "",
+    deeper: int = DEEPER,
     most_violations: int = MOST_VIOLATIONS,
-    most_opened: int | None = None,
 ) -> Outcome:
     """Look at so many unique states. fault: one of ``controls.FAULTS``, in the program that is traced."""
     started = time.monotonic()
     dice = random.Random(f"{seed}")
-    with tracing() as tracer, directory_in_memory() as directory:
+    with directory_in_memory() as directory:
         search = _Search(seed, tracer, Checker(directory / "state"), fault)
         outcome = search.outcome
         for turn, number in enumerate(search.numbers(scenarios, dice), 1):
             crashes = search.crashes(number.scenario)
             state, known = search.first(number)
-            search.look_at(number, crashes, state, known, (len(crashes.moments[number.moment].facts), 0))
-            if turn % DEEPER == 0 and not fault:
+            search.look_at(number, state, known, (len(crashes.moments[number.moment].facts), 0))
+            if turn % deeper == 0:
                 search.look_deeper(number, dice, OF_EACH)
             if len(outcome.unique) >= count or len(outcome.violations) >= most_violations:
-                break
-            if most_opened is not None and outcome.opened >= most_opened:
                 break
     outcome.seconds = time.monotonic() - started
     return outcome
@@ -199,7 +199,8 @@ def replay(text: str, seed: int) -> list[str]:
     """Look at one state again, from all sides; return what is broken."""
     number = Number.parse(text)
     with tracing() as tracer, directory_in_memory() as directory:
-        search, checker = _Search(seed, tracer, Checker(Path(directory / "state"))), Checker(directory / "state")
+        checker = Checker(directory / "state")
+        search = _Search(seed, tracer, checker)
         state, known = search.first(number)
         if number.deeper is not None:
             crashes, known = search.second(number)

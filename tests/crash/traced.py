@@ -1,6 +1,6 @@
 """The program that is traced: a server that forks a child for each job, so that all runs share one strace.
 
-Run as ``traced.py FACTS_FD``, with jobs as JSON lines on its standard input. A child plays a scenario in a new
+Run as a program, it takes jobs as JSON lines from its standard input. A child plays a scenario in a new
 directory, or opens a bank that is there; then it ends without closing anything. Random numbers come from a seed, so
 that the same run makes the same calls.
 """
@@ -26,16 +26,16 @@ from typing import Self
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from crash import controls
-from crash.effects import Trace, Tree
-from crash.scenarios import SCENARIOS, Player
-from crash.trace import COMMAND, calls
 from forked import be_ready
 from machine import in_memory
 
 from arrowbank.archive import archivist, merging
+from crash import controls
+from crash.effects import Trace, Tree
+from crash.scenarios import SCENARIOS, Player
+from crash.trace import COMMAND, calls
 
-__all__ = ["Job", "Tracer"]
+__all__ = ["Job", "Tracer", "tracing"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def work(job: Job) -> None:
     archivist.MAX_JOURNAL_PARTS = 2
     if job.fault:
         controls.FAULTS[job.fault]()
-    run = Player(Path(job.root))
+    run = Player(Path(job.root), sound=not job.fault)
     if job.scenario:
         SCENARIOS[job.scenario](run)
     else:
@@ -98,13 +98,12 @@ class Tracer:
         self._runs = 0
 
     def __enter__(self) -> Self:
-        script = [sys.executable, __file__]
-        python = getattr(sys, "_base_executable", sys.executable)
-        del python
         self._process = subprocess.Popen(
-            [*COMMAND, "-o", str(self._log), *script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*COMMAND, "-o", str(self._log), sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        self._lines = None
         return self
 
     def __exit__(
@@ -123,8 +122,6 @@ class Tracer:
         self._runs += 1
         root.mkdir(exist_ok=True)
         tree = Tree.of(root)
-        if self._lines is None:
-            self._lines = None
         start = self._log.stat().st_size if self._log.exists() else 0
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(asdict(Job(str(root), scenario, iteration, fault))) + "\n")
