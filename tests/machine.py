@@ -18,7 +18,10 @@ from typing import NoReturn
 
 import pytest
 
-__all__ = ["directory_in_memory", "in_memory", "missing", "require_mounts", "require_root", "require_strace"]
+__all__ = [
+    "directory_in_memory", "in_memory", "missing", "require_compiler", "require_mounts", "require_root",
+    "require_strace",
+]  # fmt: skip
 
 REQUIRE = "ARROWBANK_TESTS_REQUIRE"
 
@@ -60,6 +63,12 @@ def require_strace() -> None:
     trouble = _trouble_with_strace()
     if trouble:
         missing(trouble)
+
+
+def require_compiler() -> None:
+    """A small library in C is put between the bank and libc."""
+    if shutil.which("cc") is None:
+        missing("no cc here: install a C compiler")
 
 
 @cache

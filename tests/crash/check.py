@@ -18,6 +18,7 @@ import os
 import shutil
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,12 @@ class Checker:
         shutil.rmtree(self.root, ignore_errors=True)
         self.root.mkdir()
         state.write(self.root)
+        self.check_bank(self.root, known, thorough=thorough, later=later)
+
+    def check_bank(self, root: Path, known: Known, *, thorough: bool, later: bool = False) -> None:
+        """Check the bank that is in a directory."""
         try:
-            _Case(self, self.root / "bank", known.copy(), thorough).run(known.checkpoints[-1 if later else 0])
+            _Case(self, root / "bank", known.copy(), thorough).run(known.checkpoints[-1 if later else 0])
         except Violation:
             raise
         except Exception as error:
@@ -95,10 +100,11 @@ class _Case:
     def __init__(self, checker: Checker, path: Path, known: Known, thorough: bool) -> None:
         self.checker, self.path, self.known, self.thorough = checker, path, known, thorough
         self.bank: RolloutBank
+        self._opened: list[RolloutBank] = []
 
     def run(self, checkpoint: int) -> None:
         self.archived()
-        with _given_up_on_failure(self):
+        with self._let_go_on_failure():
             if self.thorough:
                 self.open_twice()
             else:
@@ -110,6 +116,16 @@ class _Case:
             self.check_files()
             if self.thorough:
                 self.come_again()
+
+    @contextmanager
+    def _let_go_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            for bank in self._opened:
+                if not bank._closed:
+                    drop(bank)
+            raise
 
     def come_again(self) -> None:
         """Go back to the very beginning, on what the first session has made of it."""
@@ -131,6 +147,7 @@ class _Case:
 
     def open(self) -> None:
         self.bank = RolloutBank.open(self.path, keep_checkpoints=1)
+        self._opened.append(self.bank)
         if self.bank.session <= self.known.session:
             raise Violation(f"session {self.bank.session}, after session {self.known.session} had been told")
         self.known.opened(self.bank.session)
@@ -158,8 +175,7 @@ class _Case:
             self.known.worlds = [world for world in self.known.worlds if not world.keeps(checkpoint, None)]
             if not self.known.worlds:
                 raise Violation(f"restore({checkpoint}): {error}") from error
-            self.bank.restore(0)
-            checkpoint = 0
+            restored, checkpoint = self.bank.restore(0), 0
         self._take_in_flight()
         self._check_report(restored)
         session = self.bank.session
@@ -239,21 +255,6 @@ class _Case:
                 world.append(group_of(uid, serial))
             world.draw(session, checkpoint, tuple(uids[:1]), 1, b"worked on")
             world.evict(uids[1:], "worked on")
-
-
-class _given_up_on_failure:
-    """Lets go of a bank that a failed check has left open."""
-
-    def __init__(self, case: _Case) -> None:
-        self._case = case
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        bank = getattr(self._case, "bank", None)
-        if error is not None and bank is not None and not bank._closed:
-            drop(bank)
 
 
 def handed(restored: Restored) -> Iterator[RolloutGroup]:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from arrowbank.archive import parquet
 from arrowbank.archive.store import ArchiveStore, Change
 from arrowbank.durable import files
 from arrowbank.durable.journal import Journal
@@ -53,7 +52,7 @@ def parquet_published_unsynced() -> None:
     def unsynced(path: Path) -> int:
         return path.stat().st_size
 
-    parquet.files.fsync_file = unsynced  # type: ignore[attr-defined]  # this very module's import of ``files``
+    files.fsync_file = unsynced
 
 
 def manifest_replaced_unsynced() -> None:

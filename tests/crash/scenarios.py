@@ -48,7 +48,7 @@ class Player:
         """sound: nothing is planted in the bank that would have a call return which must raise."""
         self.path = root / "bank"
         self.sound = sound
-        self._facts = os.open(root / "facts", os.O_WRONLY | os.O_CREAT, 0o666)
+        self._facts = os.open(root / "facts", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._calls = 0
         self.uids: dict[int, str] = {}
         self.bank: RolloutBank

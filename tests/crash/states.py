@@ -18,7 +18,7 @@ import itertools
 import random
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from machine import directory_in_memory
@@ -176,6 +176,7 @@ def explore(
     fault: str = "",
     deeper: int = DEEPER,
     most_violations: int = MOST_VIOLATIONS,
+    progress: Callable[[Outcome], object] = lambda outcome: None,
 ) -> Outcome:
     """Look at so many unique states. fault: one of ``controls.FAULTS``, in the program that is traced."""
     started = time.monotonic()
@@ -189,6 +190,7 @@ def explore(
             search.look_at(number, state, known, (len(crashes.moments[number.moment].facts), 0))
             if turn % deeper == 0:
                 search.look_deeper(number, dice, OF_EACH)
+                progress(outcome)
             if len(outcome.unique) >= count or len(outcome.violations) >= most_violations:
                 break
     outcome.seconds = time.monotonic() - started
