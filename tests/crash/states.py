@@ -1,8 +1,9 @@
 """Crash states: what a power cut may leave of traced runs of a real bank, each opened and held against a plain model.
 
-Proves, of the scenarios in ``scenarios`` and of the opens that follow a crash of theirs: in no state that a disk may be
+Proves, of the scenarios in ``scenarios`` and of what follows a crash of theirs: in no state that a disk may be
 left in which keeps what fsync promised, and nothing beyond, is anything lost that was acknowledged, or there twice, or
-told as damage; and each such bank opens and works on. States of depth 2 are left by a crash of the open of a state.
+told as damage; and each such bank opens and works on. States of depth 2 are left by a crash while a state is opened,
+restored (in one mode or another) and worked on.
 
 Cannot prove anything of other runs, of disks that break fsync's promise, of rot, or of two processes at once; nor that
 a real file system has no states beyond these (see the instrument that cuts the power of real ones). Of the states that
@@ -35,6 +36,7 @@ DEEPER = 150
 """So many states of depth 1 are looked at for each one whose open is traced …"""
 OF_EACH = 50
 """… and so many states of that open."""
+MODES = ("replay", "requeue", "discard")
 AT_FIRST = 4
 """Random states of each moment that are looked at together with the systematic ones."""
 MOST_VIOLATIONS = 20
@@ -128,12 +130,13 @@ class _Search:
         return crashes.state(number.moment, number.choice), known_from(moment.facts)
 
     def second(self, number: Number) -> tuple[Crashes, Known]:
-        """Have the open of a state traced; return the states that its crashes leave."""
+        """Have the work on a state taken up, traced; return the states that crashes of this leave."""
         state, known = self.first(replace(number, deeper=None))
         root = self._tracer.next_root
         root.mkdir()
         state.write(root)
-        trace = self._tracer.run(iteration=known.checkpoints[0], fault=self._fault)
+        mode = MODES[(number.moment + number.choice) % len(MODES)]
+        trace = self._tracer.run(iteration=known.checkpoints[0], mode=mode, fault=self._fault)
         return Crashes(trace, f"{self.seed}/{number.scenario}.{number.moment}.{number.choice}"), known
 
     def look_deeper(self, number: Number, dice: random.Random, most: int) -> None:

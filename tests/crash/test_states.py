@@ -27,6 +27,8 @@ pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("ARROWBANK_CRASH_SEED", "1"))
 STATES = 5_000
+OF_FAILURES = ("failed_syncs_tried_again", "abandonment_not_told")
+"""Faults that show where calls fail."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,8 @@ def test_no_crash_state_breaks_a_promise(tracer: Tracer) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(tracer: Tracer, fault: str) -> None:
-    assert explore(1_500, SEED, tracer, fault=fault, most_violations=1).violations
+    scenarios = ["failed_appends"] if fault in OF_FAILURES else ["takeovers", "checkpoints"]
+    assert explore(1_500, SEED, tracer, scenarios=scenarios, fault=fault, most_violations=1).violations
 
 
 def test_a_bank_that_believes_every_record_is_found(tracer: Tracer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The program that is traced: a server that forks a child for each job, so that all runs share one strace.
 
 Run as a program, it takes jobs as JSON lines from its standard input. A child plays a scenario in a new
-directory, or opens a bank that is there; then it ends without closing anything. Random numbers come from a seed, so
+directory, or takes up the work on a bank that is there; then it ends without a word. Random numbers come from a seed, so
 that the same run makes the same calls.
 """
 
@@ -38,14 +38,19 @@ from crash.trace import COMMAND, calls
 __all__ = ["Job", "Tracer", "tracing"]
 
 
+RESUMED = 90_001
+"""The serial number of the group that is appended after a restore."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What one child does."""
 
     root: str
     scenario: str = ""
-    """What to play; empty: open the bank that is there, and restore ``iteration``."""
+    """What to play; empty: open the bank that is there, restore ``iteration``, append a group and close."""
     iteration: int = 0
+    mode: str = "replay"
     fault: str = ""
     """One of ``controls.FAULTS``."""
 
@@ -66,7 +71,9 @@ def work(job: Job) -> None:
         SCENARIOS[job.scenario](run)
     else:
         run.open()
-        run.restore(job.iteration)
+        run.restore(job.iteration, job.mode)
+        run.append(RESUMED)
+        run.close()
 
 
 def serve() -> None:
@@ -116,15 +123,15 @@ class Tracer:
         """Where the next run takes place."""
         return self._directory / f"run{self._runs}"
 
-    def run(self, *, scenario: str = "", iteration: int = 0, fault: str = "") -> Trace:
-        """Play a scenario in ``next_root``, or open the bank that is there."""
+    def run(self, *, scenario: str = "", iteration: int = 0, mode: str = "replay", fault: str = "") -> Trace:
+        """Play a scenario in ``next_root``, or take up the work on the bank that is there."""
         root = self.next_root
         self._runs += 1
         root.mkdir(exist_ok=True)
         tree = Tree.of(root)
         start = self._log.stat().st_size if self._log.exists() else 0
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asdict(Job(str(root), scenario, iteration, fault))) + "\n")
+        self._process.stdin.write(json.dumps(asdict(Job(str(root), scenario, iteration, mode, fault))) + "\n")
         self._process.stdin.flush()
         status = self._process.stdout.readline()
         if status != "0\n":
