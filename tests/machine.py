@@ -23,6 +23,7 @@ __all__ = [
     "directory_in_memory",
     "in_memory",
     "missing",
+    "require_compiler",
     "require_fuse",
     "require_mounts",
     "require_root",
@@ -70,6 +71,12 @@ def require_strace() -> None:
     trouble = _trouble_with_strace()
     if trouble:
         missing(trouble)
+
+
+def require_compiler() -> None:
+    """A small library in C is put between the bank and libc."""
+    if shutil.which("cc") is None:
+        missing("no cc here: install a C compiler")
 
 
 @cache

@@ -25,8 +25,8 @@ from disk_model import Model, make_group
 from arrowbank import BankClosedError, Restored, RolloutBank, RolloutGroup
 
 __all__ = [
-    "SCENARIO", "Disk", "Model", "Step", "Trainer", "call", "ext4", "find_problem", "in_image", "mounted",
-    "remount", "run", "run_program", "tmpfs",
+    "CLOSE", "SCENARIO", "SHORT", "WAYS", "Disk", "Model", "Step", "Trainer", "call", "ext4", "find_problem", "in_image",
+    "insist", "mounted", "remount", "run", "run_program", "tmpfs",
 ]  # fmt: skip
 
 # -- disks
@@ -341,6 +341,10 @@ def _iteration(at: int) -> list[Step]:
     ]
 
 
+CLOSE = Step("close", Trainer.close)
+WAYS = ("retry", "drop", "close", "leave")
+"""What the trainer does about a call that raised: call again; do without the group; close and open again; call again,
+and end without closing."""
 SCENARIO: list[Step] = [
     _step("open"),
     _step("restore", 0),
@@ -366,6 +370,8 @@ SCENARIO: list[Step] = [
     _step("checkpoint", 6),
     _step("close"),
 ]
+SHORT = SCENARIO[:33]
+"""Open, restore, four iterations, three compactions with merges, a restore below the horizon and its replay."""
 
 
 def call(trainer: Trainer, step: Step, *, expected: Callable[[OSError], bool]) -> OSError | None:
@@ -378,6 +384,44 @@ def call(trainer: Trainer, step: Step, *, expected: Callable[[OSError], bool]) -
         is_old = trainer.archiving_failed == str(error) and step.name.startswith(("checkpoint", "close"))
         assert is_old, f"{step.name} raised {error!r} without cause"
     return None
+
+
+def insist(
+    trainer: Trainer,
+    steps: Iterable[Step],
+    way: str,
+    *,
+    expected: Callable[[OSError], bool],
+    tell: Callable[[list[Any]], object],
+    lift: Callable[[], object] = lambda: None,
+) -> None:
+    """Make calls, some of which may fail; each again, or else as ``way`` says, one of WAYS.
+
+    lift: ends a cause that would not end by itself, once a call was in vain for the second time.
+    """
+    for step in steps:
+        for attempt in range(4):  # each thread may meet an error
+            error = call(trainer, step, expected=expected)
+            if error is None:
+                break
+            tell(["raised", step.name, error.errno])
+            if attempt or way == "drop":
+                lift()
+            if way == "drop" and step.is_append:
+                trainer.drop()
+                break
+            if step.name.startswith("checkpoint") and trainer.archiving_failed is not None:
+                break  # recorded; the next one archives
+            if way == "close" and attempt == 0 and step.name != "open()":
+                trainer.forget_failed()
+                if call(trainer, CLOSE, expected=expected):
+                    tell(["raised", "close", 0])
+                lift()
+                trainer.resume()
+        else:
+            raise AssertionError(f"{step.name} raised again and again")
+    if way != "leave" and call(trainer, CLOSE, expected=expected):
+        tell(["raised", "close", 0])
 
 
 def run(trainer: Trainer, steps: Iterable[Step]) -> None:

@@ -40,7 +40,7 @@ import pytest
 from machine import in_memory, missing, require_strace
 from runs import archived_rows
 from runs import train as train_iterations
-from small_disks import SCENARIO, Model, Step, Trainer, call, find_problem
+from small_disks import SCENARIO, SHORT, WAYS, Model, Trainer, find_problem, insist
 
 from arrowbank import CorruptionError, RolloutBank
 from arrowbank.archive import merging
@@ -50,12 +50,6 @@ pytestmark = pytest.mark.slow
 ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EROFS")
 CALLS = ("pwritev", "write", "fdatasync", "fsync", "rename", "link", "unlink", "rmdir", "mkdir", "symlink", "openat")
 """``write`` is Arrow's, of Parquet files. Of ``openat``, those that create."""
-SHORT = SCENARIO[:33]
-"""Open, restore, four iterations, three compactions with merges, a restore below the horizon and its replay."""
-CLOSE = Step("close", Trainer.close)
-WAYS = ("retry", "drop", "close", "leave")
-"""What the trainer does about a call that raised: call again; do without the group; close and open again; call again,
-and end without closing."""
 MOMENTS = int(os.environ.get("ARROWBANK_IO_MOMENTS", "6"))
 """So many of each kind of call, of all that a run makes."""
 SEED = int(os.environ.get("ARROWBANK_IO_SEED", "1"))
@@ -107,28 +101,10 @@ def wait_for_tracer() -> None:
 
 
 def train(channel: socket.socket, path: str, code: int, way: str, new: bool) -> None:
-    """Run the scenario, or its beginning on a new bank. A call that raised is made again, or else as ``way`` says."""
+    """Run the scenario, or its beginning on a new bank."""
     trainer = Trainer(Path(path), lambda event: tell(channel, event))
-    for step in SCENARIO[:4] if new else SHORT:
-        for attempt in range(4):  # each thread meets one error
-            error = call(trainer, step, expected=lambda error: error.errno == code)
-            if error is None:
-                break
-            tell(channel, ["raised", step.name, error.errno])
-            if way == "drop" and step.name.startswith("append"):
-                trainer.drop()
-                break
-            if step.name.startswith("checkpoint") and trainer.archiving_failed is not None:
-                break  # recorded; the next one archives
-            if way == "close" and attempt == 0 and step.name != "open()":
-                trainer.forget_failed()
-                if call(trainer, CLOSE, expected=lambda error: error.errno == code):
-                    tell(channel, ["raised", "close", code])
-                trainer.resume()
-        else:
-            raise AssertionError(f"{step.name} raised again and again")
-    if way != "leave" and call(trainer, CLOSE, expected=lambda error: error.errno == code):
-        tell(channel, ["raised", "close", code])
+    steps = SCENARIO[:4] if new else SHORT
+    insist(trainer, steps, way, expected=lambda error: error.errno == code, tell=lambda event: tell(channel, event))
 
 
 # -- what fails

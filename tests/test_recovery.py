@@ -87,6 +87,21 @@ def test_a_damaged_record_costs_that_record_and_is_told(tmp_path: Path, hit: int
         assert len(str(restored.report).splitlines()) == 5
 
 
+def test_what_an_unfinished_append_left_out_was_never_acknowledged_and_is_not_told_as_lost(tmp_path: Path) -> None:
+    bank = RolloutBank.open(tmp_path)
+    bank.restore(0)
+    bank.append(token_group(0))
+    bank.append_many([token_group(1), token_group(2)])
+    segment = only(tmp_path / "segments")
+    data = bytearray(segment.read_bytes())
+    second = edges_of(tmp_path, segment)[1]
+    data[second : second + 8] = bytes(8)  # the sync did not return, and this page was not written
+    segment.write_bytes(data)
+    with kill(tmp_path) as bank:
+        report = bank.restore(0).report
+        assert (report.pending_groups, len(report.torn), report.corrupt, report.lost_records) == (2, 1, (), 0)
+
+
 def test_records_that_the_journal_says_were_there_are_lost_though_the_file_ends_cleanly(tmp_path: Path) -> None:
     make(tmp_path)
     segment = only(tmp_path / "segments")

@@ -128,6 +128,21 @@ def test_whole_records_of_an_append_that_looks_unfinished_come_back(tmp_path: Pa
     assert [(damage.offset, damage.torn) for damage in found.damage] == [(start, True)]
 
 
+def test_a_prefix_that_never_came_within_an_unfinished_append_is_torn_too(tmp_path: Path) -> None:
+    # Prefixes are written in order, but may lie in pages that a power cut keeps in any order.
+    writer = create(tmp_path)
+    for numbers in ([0], [1, 2, 3, 4]):
+        writer.append([message(number) for number in numbers])
+    data = writer.path.read_bytes()
+    place = read(data).records[2].offset
+    gone = data[:place] + bytes(8) + data[place + 8 :]
+    found = read(gone)
+    assert sequences(found) == [0, 1, 3, 4]
+    assert [(damage.offset, damage.torn, damage.lost) for damage in found.damage] == [(place, True, 1)]
+    finished = read(gone[:-8] + END)
+    assert [(damage.offset, damage.torn, damage.lost) for damage in finished.damage] == [(place, False, 1)]
+
+
 def test_of_a_finished_append_a_zeroed_first_prefix_costs_one_record(tmp_path: Path) -> None:
     data, (_, start, end) = three_appends(tmp_path)
     for rest in (data[end:], END):  # a later append, or the end mark, shows that it was finished

@@ -193,10 +193,12 @@ def read_groups(paths: BankPaths, manifest: Manifest, state: State, names: Itera
 def _take_in_segment(state: State, name: SegmentName, found: Scan) -> None:
     sealed = state.facts.records.get(str(name))
     written = found.records[-1].sequence + 1 if found.records else 0
+    unfinished = 0
     if sealed is None:
         if not name.is_carried:
             state.unsealed[str(name)] = written
         sealed = written
+        unfinished = sum(damage.lost or 0 for damage in found.damage if damage.torn)  # of an append that did not return
     if written < sealed:  # its end is gone: no torn tail, since all of it was acknowledged
         tail = found.damage.pop() if found.damage and found.damage[-1].lost is None else _gap(str(name), None)
         found.damage.append(replace(tail, torn=False, lost=sealed - written))
@@ -206,8 +208,8 @@ def _take_in_segment(state: State, name: SegmentName, found: Scan) -> None:
     for record in found.records:
         if record.sequence < sealed and state.facts.counts(str(name), record.sequence):
             count += abandoned_in(record.head) is not None or _take_in(state, name, record)
-    if sealed - given_up > count:
-        state.lost[str(name)] = sealed - given_up - count
+    if (lost := sealed - given_up - unfinished - count) > 0:
+        state.lost[str(name)] = lost
 
 
 def _take_in(state: State, name: SegmentName, record: Record) -> bool:

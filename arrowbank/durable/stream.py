@@ -304,8 +304,8 @@ class _Reader:
         following = self._next_record(found, place)
         if following is not None:
             found.closed = False
-            # An append whose first prefix never came was not acknowledged; its other records are good all the same.
-            if not torn or following.first != place or self._was_finished(found, following):
+            # An append of which a prefix never came was not acknowledged; its other records are good all the same.
+            if not torn or following.first > place or self._was_finished(found, following):
                 torn, reason = False, "zeros or an end mark where a record was"
         return self._note(found, place, reason, following, torn=torn)
 

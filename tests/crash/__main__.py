@@ -1,0 +1,79 @@
+"""The campaign: ``python -m tests.crash --states 100000 --seed 1``, or one ``--instrument``, or one state again."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the helpers of all tests
+
+from crash import faults, states
+from crash.traced import tracing
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table."""
+
+    cases: int
+    violations: Sequence[tuple[str, str]]
+    """Number or name of the case, and what it broke."""
+
+
+def _say(outcome: object) -> None:
+    print(outcome, file=sys.stderr, flush=True)
+
+
+def _states(options: argparse.Namespace) -> Result:
+    with tracing() as tracer:
+        outcome = states.explore(options.states, options.seed, tracer, progress=_say)
+    _say(outcome)
+    return Result(len(outcome.unique), outcome.violations)
+
+
+def _faults(options: argparse.Namespace) -> Result:
+    with faults.preloaded() as one:
+        outcome = faults.try_all(one, options.seed, options.faults)
+    print("; ".join(f"{name}: {count}" for name, count in outcome.hit.most_common()), file=sys.stderr)
+    return Result(outcome.cases, outcome.violations)
+
+
+INSTRUMENTS: dict[str, Callable[[argparse.Namespace], Result]] = {"states": _states, "faults": _faults}
+"""Each takes the options and counts its cases; a further one needs a module and a line here."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.crash", description=__doc__)
+    parser.add_argument("--states", type=int, default=100_000, help="unique crash states to look at")
+    parser.add_argument("--faults", type=int, default=None, help="so many faults, drawn by the seed; all of them")
+    parser.add_argument("--seed", type=int, default=None, help="of every choice; drawn and printed when not given")
+    parser.add_argument("--instrument", choices=INSTRUMENTS, action="append", help="all of them when not given")
+    parser.add_argument("--replay", metavar="NUMBER", help="look at one crash state again, with the seed it came from")
+    options = parser.parse_args()
+    options.seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
+    logging.getLogger("arrowbank").setLevel(logging.CRITICAL)
+    if options.replay is not None:
+        found = states.replay(options.replay, options.seed)
+        print("\n".join(found) or "nothing is broken")
+        return 1 if found else 0
+    failed = False
+    print(f"{'instrument':12} {'cases':>9} {'seconds':>8} {'violations':>10} {'seed':>8}", flush=True)
+    for name in options.instrument or INSTRUMENTS:
+        started = time.monotonic()
+        result = INSTRUMENTS[name](options)
+        seconds = time.monotonic() - started
+        print(f"{name:12} {result.cases:9} {seconds:8.1f} {len(result.violations):10} {options.seed:8}", flush=True)
+        for case, what in result.violations:
+            print(f"\n{name} {case}: {what}")
+        failed = failed or bool(result.violations)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
