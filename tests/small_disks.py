@@ -25,8 +25,8 @@ from disk_model import Model, make_group
 from arrowbank import BankClosedError, Restored, RolloutBank, RolloutGroup
 
 __all__ = [
-    "CLOSE", "SCENARIO", "SHORT", "WAYS", "Disk", "Model", "Step", "Trainer", "call", "ext4", "find_problem", "in_image",
-    "insist", "mounted", "remount", "run", "run_program", "tmpfs",
+    "CLOSE", "SCENARIO", "SHORT", "WAYS", "Disk", "Model", "Step", "Trainer", "call", "ext4", "find_problem",
+    "in_image", "insist", "mounted", "remount", "run", "run_program", "tmpfs",
 ]  # fmt: skip
 
 # -- disks

@@ -20,6 +20,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,16 @@ from typing import Any
 from forked import Server
 from kill_loop import Followed
 from kill_model import COLUMNS, LineModel, Model, Violation, check_archive_once, check_contents
-from takeover_child import FAN_IN, Bank, Holder, StoppingJob
+from takeover_child import CALLS, FAN_IN, Bank, Holder, StoppingJob
 from takeover_report import Direct, Known, Old
 
 import arrowbank
 from arrowbank import BankLockedError
 from arrowbank.archive import merging
 
-__all__ = ["KINDS", "Round", "Takeovers"]
+__all__ = ["SEED", "Round", "Takeovers", "play"]
+
+SEED = "ARROWBANK_TAKEOVER_SEED"
 
 CHILD = Path(__file__).with_name("takeover_child.py")
 LEASE_S = 2.0
@@ -372,3 +375,21 @@ def _hashes(bank: Path) -> dict[str, str]:
         for path in sorted(bank.rglob("*"))
         if path.is_file() and not path.is_symlink()
     } | {"archive": os.readlink(bank / "archive")}
+
+
+def play(directory: Path, seed: int, rounds: int, *, stop: bool) -> list[Round]:
+    """Play rounds of every kind. stop: at the first violation."""
+    rng = random.Random(f"kinds {seed}")
+    calls = [call for call in CALLS for _ in range(1 + (call in ("check", "pwritev", "fdatasync", "link", "unlink")))]
+    with Takeovers(directory, seed) as takeovers:
+        for number in range(rounds):
+            call = rng.choice(calls) if rng.random() < 0.65 else None
+            try:
+                takeovers.run(KINDS[number % len(KINDS)], call)
+            except BaseException as error:
+                error.add_note(f"{SEED}={seed}: the same jobs; when they are hit is up to the machine")
+                if stop or not isinstance(error, Exception):
+                    raise
+                print(f"--- violation, seed {seed}", flush=True)
+                traceback.print_exc()
+        return takeovers.rounds

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-import random
 import re
 import sys
 import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,29 +21,9 @@ from pathlib import Path
 import pytest
 from kill_loop import a_seed
 from kill_model import Violation
-from takeover_child import CALLS
-from takeovers import KINDS, Round, Takeovers
+from takeovers import SEED, Round, Takeovers, play
 
 SAMPLE = 12
-SEED = "ARROWBANK_TAKEOVER_SEED"
-
-
-def play(directory: Path, seed: int, rounds: int, *, stop: bool) -> list[Round]:
-    """Play rounds of every kind. stop: at the first violation."""
-    rng = random.Random(f"kinds {seed}")
-    calls = [call for call in CALLS for _ in range(1 + (call in ("check", "pwritev", "fdatasync", "link", "unlink")))]
-    with Takeovers(directory, seed) as takeovers:
-        for number in range(rounds):
-            call = rng.choice(calls) if rng.random() < 0.65 else None
-            try:
-                takeovers.run(KINDS[number % len(KINDS)], call)
-            except BaseException as error:
-                error.add_note(f"{SEED}={seed}: the same jobs; when they are hit is up to the machine")
-                if stop or not isinstance(error, Exception):
-                    raise
-                print(f"--- violation, seed {seed}", flush=True)
-                traceback.print_exc()
-        return takeovers.rounds
 
 
 def table(rounds: list[Round]) -> str:

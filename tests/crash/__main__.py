@@ -7,51 +7,24 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the helpers of all tests
 
-from crash import faults, states
-from crash.traced import tracing
-
-
-@dataclass(frozen=True)
-class Result:
-    """One line of the table."""
-
-    cases: int
-    violations: Sequence[tuple[str, str]]
-    """Number or name of the case, and what it broke."""
-
-
-def _say(outcome: object) -> None:
-    print(outcome, file=sys.stderr, flush=True)
-
-
-def _states(options: argparse.Namespace) -> Result:
-    with tracing() as tracer:
-        outcome = states.explore(options.states, options.seed, tracer, progress=_say)
-    _say(outcome)
-    return Result(len(outcome.unique), outcome.violations)
-
-
-def _faults(options: argparse.Namespace) -> Result:
-    with faults.preloaded() as one:
-        outcome = faults.try_all(one, options.seed, options.faults)
-    print("; ".join(f"{name}: {count}" for name, count in outcome.hit.most_common()), file=sys.stderr)
-    return Result(outcome.cases, outcome.violations)
-
-
-INSTRUMENTS: dict[str, Callable[[argparse.Namespace], Result]] = {"states": _states, "faults": _faults}
-"""Each takes the options and counts its cases; a further one needs a module and a line here."""
+from crash import states
+from crash.instruments import INSTRUMENTS
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.crash", description=__doc__)
     parser.add_argument("--states", type=int, default=100_000, help="unique crash states to look at")
     parser.add_argument("--faults", type=int, default=None, help="so many faults, drawn by the seed; all of them")
+    parser.add_argument("--cuts", type=int, default=2000, help="power cuts, half of them on ext4, half on xfs")
+    parser.add_argument("--blocks", type=int, default=1000, help="disks that lost some of what was not flushed")
+    parser.add_argument("--kills", type=int, default=2000, help="kills of training runs")
+    parser.add_argument("--every", type=int, default=1, help="of so many bits and lengths of a file one is hit")
+    parser.add_argument("--mutants", type=int, default=100_000, help="fuzzed files")
+    parser.add_argument("--takeovers", type=int, default=200, help="rounds of takeovers")
     parser.add_argument("--seed", type=int, default=None, help="of every choice; drawn and printed when not given")
     parser.add_argument("--instrument", choices=INSTRUMENTS, action="append", help="all of them when not given")
     parser.add_argument("--replay", metavar="NUMBER", help="look at one crash state again, with the seed it came from")
