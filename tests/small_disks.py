@@ -23,8 +23,8 @@ from disk_model import Model, make_group
 from arrowbank import BankClosedError, Restored, RolloutBank, RolloutGroup
 
 __all__ = [
-    "CLOSE", "SCENARIO", "SHORT", "WAYS", "Disk", "Model", "Step", "Trainer", "call", "ext4", "find_problem", "insist",
-    "remount", "run", "tmpfs",
+    "BRIEF", "CLOSE", "SCENARIO", "SHORT", "WAYS", "Disk", "Model", "Step", "Trainer", "call", "ext4",
+    "find_problem", "insist", "remount", "run", "tmpfs",
 ]  # fmt: skip
 
 # -- disks
@@ -341,6 +341,18 @@ SCENARIO: list[Step] = [
 ]
 SHORT = SCENARIO[:33]
 """Open, restore, four iterations, three compactions with merges, a restore below the horizon and its replay."""
+BRIEF = [
+    *SCENARIO[:8],
+    _step("begin", 1),
+    _step("checkpoint", 1),
+    _step("append", 50, evicted="spoilt"),
+    *_iteration(1)[1:],
+    _step("begin", 2),
+    _step("checkpoint", 2),
+    _step("restore", 1),
+    _step("replay"),
+]
+"""The same with two iterations."""
 
 
 def call(trainer: Trainer, step: Step, *, expected: Callable[[OSError], bool]) -> OSError | None:
