@@ -25,8 +25,8 @@ from disk_model import Model, make_group
 from arrowbank import BankClosedError, Restored, RolloutBank, RolloutGroup
 
 __all__ = [
-    "CLOSE", "SCENARIO", "SHORT", "WAYS", "Disk", "Model", "Step", "Trainer", "call", "ext4", "find_problem",
-    "in_image", "insist", "mounted", "remount", "run", "run_program", "tmpfs",
+    "BRIEF", "CLOSE", "SCENARIO", "SHORT", "WAYS", "Disk", "Model", "Step", "Trainer", "call", "ext4",
+    "find_problem", "in_image", "insist", "mounted", "remount", "run", "run_program", "tmpfs",
 ]  # fmt: skip
 
 # -- disks
@@ -372,6 +372,18 @@ SCENARIO: list[Step] = [
 ]
 SHORT = SCENARIO[:33]
 """Open, restore, four iterations, three compactions with merges, a restore below the horizon and its replay."""
+BRIEF = [
+    *SCENARIO[:8],
+    _step("begin", 1),
+    _step("checkpoint", 1),
+    _step("append", 50, evicted="spoilt"),
+    *_iteration(1)[1:],
+    _step("begin", 2),
+    _step("checkpoint", 2),
+    _step("restore", 1),
+    _step("replay"),
+]
+"""The same with two iterations."""
 
 
 def call(trainer: Trainer, step: Step, *, expected: Callable[[OSError], bool]) -> OSError | None:

@@ -69,9 +69,10 @@ readers see the end. After a write or a sync that failed, nothing is written to 
 
 Reading: a seal is checked over the raw bytes before anything parses them; the schema message is not needed, since the
 columns are these. Where no record starts that is sealed for this place, or zeros or an end have bytes behind them, look
-on for the next record whose seal names the very offset where it stands and a higher number. Not one of the append that
-begins with those zeros, unless something behind it shows that this append was finished. What lies in between is damage;
-numbers that are missing are records lost. Without anything good behind it, it is a torn tail, as a kill leaves it.
+on for the next record whose seal names the very offset where it stands and a higher number. What lies in between is
+damage; numbers that are missing are records lost. Without anything good behind it, it is a torn tail, as a kill leaves
+it; and so it is inside an append (F of the next record is not behind it) which nothing, neither a later append nor an
+end, shows to be finished.
 
 A record counts unless a journal entry says otherwise: ``abandoned`` (its append failed), or ``sealed`` with a count
 that its number is not below (written by somebody who had lost his place). Writers other than "main" have no journal: of

@@ -41,13 +41,8 @@ def acknowledged_before_the_sync() -> None:
     files.sync_data = late
 
 
-def streams_published_unsynced() -> None:
-    """A segment or a part of the journal gets its name before its bytes are durable."""
-    files.sync = lambda descriptor: None
-
-
 def parquet_published_unsynced() -> None:
-    """The same of the archive's files."""
+    """A file of the archive gets its name before its bytes are durable."""
 
     def unsynced(path: Path) -> int:
         return path.stat().st_size
@@ -149,9 +144,8 @@ def _fields(change: Change) -> dict[str, Any]:
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
-        no_directory_sync, no_data_sync, acknowledged_before_the_sync, streams_published_unsynced,
-        parquet_published_unsynced, manifest_replaced_unsynced, manifest_written_in_place,
-        inputs_removed_before_the_manifest, manifest_before_what_it_names, failed_syncs_tried_again,
-        abandonment_not_told, inputs_not_retired,
+        no_directory_sync, no_data_sync, acknowledged_before_the_sync, parquet_published_unsynced,
+        manifest_replaced_unsynced, manifest_written_in_place, inputs_removed_before_the_manifest,
+        manifest_before_what_it_names, failed_syncs_tried_again, abandonment_not_told, inputs_not_retired,
     )
 }  # fmt: skip

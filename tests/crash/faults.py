@@ -146,10 +146,13 @@ def try_all(faults: Faults, seed: int, most: int | None = None) -> Outcome:
     outcome = Outcome(seed)
     started = time.monotonic()
     chosen = list(jobs(faults))
+    print(f"{len(chosen)} faults in all", file=sys.stderr)
     if most is not None:
         chosen = random.Random(seed).sample(chosen, min(most, len(chosen)))
     for job in chosen:
         outcome.cases += 1
+        if outcome.cases % 500 == 0:
+            print(f"{outcome.cases} faults, {len(outcome.violations)} violations", file=sys.stderr, flush=True)
         try:
             outcome.hit.update(faults.try_one(job))
         except Exception as error:  # whatever a broken bank raises

@@ -22,7 +22,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from forked import be_ready
-from small_disks import SHORT, Trainer, insist
+from small_disks import BRIEF, Trainer, insist
 
 from arrowbank.archive import archivist, merging
 from crash.scenarios import SCENARIOS, Player
@@ -52,7 +52,7 @@ class Job:
     way: str = "retry"
     """One of WAYS in ``small_disks``."""
     scenario: str = ""
-    """Of ``scenarios``, for what ends with a kill; empty: ``SHORT`` of ``small_disks``, whose trainer goes on."""
+    """Of ``scenarios``, for what ends with a kill; empty: ``BRIEF`` of ``small_disks``, whose trainer goes on."""
 
 
 def work(job: Job) -> None:
@@ -71,7 +71,7 @@ def work(job: Job) -> None:
     else:
         lift: Callable[[], object] = library.interpose_end if job.for_good else lambda: None
         trainer = Trainer(root / "bank", tell)
-        insist(trainer, SHORT, job.way, expected=lambda error: error.errno == job.code, tell=tell, lift=lift)
+        insist(trainer, BRIEF, job.way, expected=lambda error: error.errno == job.code, tell=tell, lift=lift)
     library.interpose_calls.restype = ctypes.c_long
     tell(["calls", library.interpose_calls()])
 

@@ -1,8 +1,8 @@
 """The program that is traced: a server that forks a child for each job, so that all runs share one strace.
 
 Run as a program, it takes jobs as JSON lines from its standard input. A child plays a scenario in a new
-directory, or takes up the work on a bank that is there; then it ends without a word. Random numbers come from a seed,
-so that the same run makes the same calls.
+directory, or takes up the work on a bank that is there; then it ends without a word. Random numbers are seeded, so
+that the same run makes the same calls.
 """
 
 from __future__ import annotations
