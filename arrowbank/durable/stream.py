@@ -109,14 +109,16 @@ class StreamWriter:
         files.sync(self._descriptor)
         self.close()
 
-    def close(self) -> None:
-        """Mark the end, unless the file failed. Not synced: a stream is as valid without the mark."""
+    def close(self, *, sync: bool = False) -> None:
+        """Mark the end, unless the file failed. Seldom synced: a stream is as valid without the mark."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
         try:
             if not self.poisoned:
                 files.write_at(descriptor, [_END], self.offset)
+                if sync:
+                    files.sync(descriptor)
         finally:
             os.close(descriptor)
 

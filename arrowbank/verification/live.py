@@ -17,6 +17,7 @@ from arrowbank.durable.line import Line
 from arrowbank.durable.manifest import Manifest
 from arrowbank.durable.recovery import State, read_state
 from arrowbank.durable.segment import GroupRef, load_batch
+from arrowbank.durable.session import Lock, read_lock
 from arrowbank.durable.stream import Damage, map_file, scan
 from arrowbank.errors import CorruptionError, CorruptRecordError
 from arrowbank.schema import SEGMENT_SCHEMA
@@ -25,7 +26,7 @@ from arrowbank.verification.report import Counts, Finding, Mending, damage, note
 
 __all__ = ["LiveCheck", "Quarantined", "check_live", "check_quarantine", "check_superseded", "require_group"]
 
-_ACCEPT = "A draw may be hidden there: put the file back from a copy, or let repair --accept-damage go on without it"
+_ACCEPT = "Put the file back from a copy, or let repair --accept-damage go on with what can be read"
 _BLOCKED = "repair gets to it once the journal's damage is accepted"
 _PUT_BACK = "Put the file back from a copy, or let repair --accept-damage write down what is lost"
 _COPIED = "repair copies the good records and keeps the damaged bytes in quarantine/"
@@ -50,6 +51,8 @@ class LiveCheck:
     state: State | None = None
     findings: list[Finding] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
+    is_cut_off: bool = False
+    """Whether the newest journal was closed once, and has not got its end any more."""
 
 
 def check_live(
@@ -65,7 +68,10 @@ def check_live(
         found.findings.append(damage(_place(name), error.reason, advice, offset=error.offset))
         return found
     drop_undecodable(state, state.segment_bytes, require_group)
-    found.findings += map(_Told(state), state.damage)
+    unfinished = list(_unfinished_journals(paths, manifest, state))
+    found.is_cut_off = bool(unfinished)
+    found.findings += unfinished
+    found.findings += map(_Told(state, is_blocked=found.is_cut_off), state.damage)
     found.findings += _untold_losses(state)
     found.findings += _twice(state, archive)
     found.findings += _draws(state, archive, told)
@@ -89,9 +95,9 @@ def require_group(group: GroupRef) -> None:
 class _Told:
     """Tells of damage as a finding."""
 
-    def __init__(self, state: State) -> None:
-        self._hiding = {place for place, _ in state.hidden}
-        self._is_hidden = bool(state.hidden)
+    def __init__(self, state: State, *, is_blocked: bool) -> None:
+        self._hiding = dict(state.hidden)
+        self._is_blocked = is_blocked or bool(state.hidden)
         self._there = set(map(str, state.segment_bytes))
 
     def __call__(self, place: Damage) -> Finding:
@@ -101,14 +107,17 @@ class _Told:
             reason += f", {place.lost} records lost"
         if place.torn:
             advice = "Left by a kill or a power cut; the next open copies what is good"
-            mending = Mending.ACCEPT if self._is_hidden else Mending.REPAIR
+            mending = Mending.ACCEPT if self._is_blocked else Mending.REPAIR
+            if is_journal and not place.length:
+                advice, mending = "Left by a kill or a power cut; nothing was in it", Mending.NONE
             return note(_place(place.name), f"torn: {reason}", advice, mending, offset=place.offset)
         advice, mending = _COPIED, Mending.REPAIR
         if is_journal and place in self._hiding:
+            reason += f": a draw {self._hiding[place].removesuffix(',')} may be hidden"
             advice, mending = _ACCEPT, Mending.ACCEPT
         elif not is_journal and place.name not in self._there:
             advice, mending = _PUT_BACK, Mending.ACCEPT
-        elif self._is_hidden:
+        elif self._is_blocked:
             advice, mending = _BLOCKED, Mending.ACCEPT
         uids = (place.uid,) if place.uid else ()
         return damage(_place(place.name), reason, advice, mending, offset=place.offset, uids=uids)
@@ -138,7 +147,8 @@ def _twice(state: State, archive: ArchiveCheck) -> Iterator[Finding]:
 def _draws(state: State, archive: ArchiveCheck, told: Quarantined) -> Iterator[Finding]:
     """Draws whose groups are nowhere, and groups in two draws of a line."""
     history = state.history
-    missing_files = any(not place.length and not place.torn for place in state.damage)
+    there = {*map(str, state.segment_bytes), *map(str, state.unsealed)}
+    missing_files = any(not place.length and not place.torn and place.name not in there for place in state.damage)
     advice, mending = "Restores say so in Draw.lost; repair writes it down in quarantine/", Mending.REPAIR
     if state.hidden or missing_files:
         advice, mending = "Restores say so in Draw.lost. " + _PUT_BACK, Mending.ACCEPT
@@ -163,6 +173,35 @@ def _draws(state: State, archive: ArchiveCheck, told: Quarantined) -> Iterator[F
                     reason = f"the draw at iteration {draw.iteration} lacks {len(uids)} of its {len(draw.uids)} groups"
                     todo = (advice, mending) if make is damage else ("It was told before", Mending.NONE)
                     yield make("journal", reason, *todo, uids=uids, iteration=draw.iteration)
+
+
+def _unfinished_journals(paths: BankPaths, manifest: Manifest, state: State) -> Iterator[Finding]:
+    """What the newest journals say of themselves: nobody has sealed them yet."""
+    base = JournalName.parse(manifest.journal)
+    newest_line = max(state.history.lines, default=0)
+    sessions = sorted({group.segment.session for group in state.groups.values() if not group.segment.is_carried})
+    newest = sessions[-1] if sessions else 0
+    earlier = bool(manifest.files) or any(group.age[0] < newest for group in state.groups.values())
+    if earlier and newest > newest_line and (base is None or newest > base.session):
+        reason = f"session {newest} has groups, and no record of its restore: its journal is missing"
+        yield damage(f"journal/{JournalName(newest, 0)}", reason, _ACCEPT, Mending.ACCEPT)
+    lock = _lock(paths)
+    parts = [name for name in paths.journal_names() if lock and lock.closed and name.session == lock.holder.session]
+    for name in parts[-1:]:
+        if str(name) in state.unsealed and not _is_ended(paths, manifest, name):
+            reason = "the session was closed, and its journal does not end with the mark of that: it was cut off"
+            yield damage(f"journal/{name}", reason, _ACCEPT, Mending.ACCEPT)
+
+
+def _lock(paths: BankPaths) -> Lock | None:
+    try:
+        return read_lock(paths)
+    except CorruptionError:
+        return None
+
+
+def _is_ended(paths: BankPaths, manifest: Manifest, name: JournalName) -> bool:
+    return scan(map_file(paths.journal / str(name)), str(name), manifest.bank_id, JOURNAL_SCHEMA).closed
 
 
 def _in_two_draws(number: int, line: Line, evicted: Container[str]) -> Iterator[Finding]:
