@@ -24,7 +24,7 @@ from arrowbank.durable.layout import ArchiveName, BankPaths
 from arrowbank.durable.manifest import ArchiveFile, Manifest
 from arrowbank.durable.segment import NOT_A_GROUP
 from arrowbank.errors import CorruptionError
-from arrowbank.verification.report import Counts, Finding, Mending, damage
+from arrowbank.verification.report import Counts, Finding, Mending, counted, damage
 
 __all__ = [
     "EMPTY_FILE", "ArchiveCheck", "Uids", "check_archive", "check_file", "find_copy", "rows_in", "wanted_files",
@@ -49,8 +49,9 @@ class Uids:
 
     def __contains__(self, uid: str) -> bool:
         high, low = hashed([uid])[0]
-        first, end = np.searchsorted(self._pairs[:, 0], [high], "left"), np.searchsorted(self._pairs[:, 0], [high], "right")
-        return bool((self._pairs[int(first[0]) : int(end[0]), 1] == low).any())
+        column = self._pairs[:, 0]
+        start, stop = int(np.searchsorted(column, high, "left")), int(np.searchsorted(column, high, "right"))
+        return bool((self._pairs[start:stop, 1] == low).any())
 
     def repeated(self) -> int:
         """Count the groups that are there more than once."""
@@ -173,15 +174,24 @@ def rows_in(opened: str | Path) -> Rows:
 
 def _whole_groups(table: pa.Table) -> tuple[list[str], NDArray[Any]]:
     """Return each group's uid and size, in rows in which each must stand whole and in order."""
-    coded = table["group_uid"].combine_chunks().dictionary_encode()
-    codes = coded.indices.to_numpy()
+    table = table.combine_chunks()
+    coded = table["group_uid"].chunk(0).dictionary_encode()
+    codes = _numbers(coded.indices)
     starts = np.concatenate([[0], np.flatnonzero(codes[1:] != codes[:-1]) + 1])
     lengths = np.diff([*starts, len(codes)])
-    sizes, members = table["group_size"].to_numpy(), table["member_index"].to_numpy()
+    sizes, members = (_numbers(table[name].chunk(0)) for name in ("group_size", "member_index"))
     position = np.arange(len(codes)) - np.repeat(starts, lengths)
     if (np.maximum(sizes, 1) != np.repeat(lengths, lengths)).any() or (members != position).any():
         raise ValueError("a group's rollouts are not all there, each once and in order")
-    return coded.dictionary.take(pa.array(codes[starts])).to_pylist(), sizes[starts]
+    names = coded.dictionary.to_pylist()
+    return [names[code] for code in codes[starts].tolist()], sizes[starts]
+
+
+def _numbers(array: pa.Array) -> NDArray[Any]:
+    """An array's int32 values. Not by ``to_numpy``, which imports pandas, most of a second."""
+    if array.null_count or array.type != pa.int32():
+        raise ValueError(f"{array.null_count} nulls in a column of {array.type} that has none")
+    return np.frombuffer(array.buffers()[1], np.int32, len(array) + array.offset)[array.offset :]
 
 
 def _missing(paths: BankPaths, path: Path, file: ArchiveFile) -> Finding:
@@ -196,18 +206,16 @@ def _damaged(paths: BankPaths, name: str, file: ArchiveFile, reason: str) -> Fin
     copy = find_copy(paths, file)
     if copy is not None:
         return damage(name, reason, f"repair puts it back: {copy.relative_to(paths.root)} is it", Mending.REPAIR)
-    held = f"It held {file.groups} groups, {file.rows} rows, trained on before iteration {file.last_end}"
-    return damage(name, reason, f"{held}. {_PUT_BACK}")
+    held = f"it held {counted(file.groups, 'group')}, {counted(file.rows, 'row')}, of before iteration {file.last_end}"
+    return damage(name, f"{reason}; {held}", _PUT_BACK)
 
 
-def _repeated(
-    paths: BankPaths, directory: Path, uids: Uids, parts: dict[str, NDArray[np.uint64]]
-) -> Iterator[Finding]:
+def _repeated(paths: BankPaths, directory: Path, uids: Uids, parts: dict[str, NDArray[np.uint64]]) -> Iterator[Finding]:
     count = uids.repeated()
     if count:
         inside = [name for name, part in parts.items() if Uids([part]).repeated()]
         where = f"in {inside[0]} alone" if inside else "in several files"
-        reason = f"{count} groups stand there more than once, {where}"
+        reason = f"{counted(count, 'group')} more than once, {where}"
         yield damage(str(directory.relative_to(paths.root)), reason, "No arrowbank writes such an archive")
 
 

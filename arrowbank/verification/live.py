@@ -18,11 +18,11 @@ from arrowbank.durable.manifest import Manifest
 from arrowbank.durable.recovery import State, read_state
 from arrowbank.durable.segment import GroupRef, load_batch
 from arrowbank.durable.session import Lock, read_lock
-from arrowbank.durable.stream import Damage, map_file, scan
+from arrowbank.durable.stream import Damage, begins_as_here, map_file, scan
 from arrowbank.errors import CorruptionError, CorruptRecordError
 from arrowbank.schema import SEGMENT_SCHEMA
 from arrowbank.verification.archived import ArchiveCheck
-from arrowbank.verification.report import Counts, Finding, Mending, damage, note
+from arrowbank.verification.report import Counts, Finding, Mending, counted, damage, note
 
 __all__ = ["LiveCheck", "Quarantined", "check_live", "check_quarantine", "check_superseded", "require_group"]
 
@@ -73,6 +73,7 @@ def check_live(
     found.findings += unfinished
     found.findings += map(_Told(state, is_blocked=found.is_cut_off), state.damage)
     found.findings += _untold_losses(state)
+    found.findings += _other_schema_messages(paths, manifest, state)
     found.findings += _twice(state, archive)
     found.findings += _draws(state, archive, told)
     files = state.journal_parts + len(state.segment_bytes)
@@ -104,7 +105,7 @@ class _Told:
         is_journal = JournalName.parse(place.name) is not None
         reason = place.reason
         if place.lost:
-            reason += f", {place.lost} records lost"
+            reason += f", {counted(place.lost, 'record')} lost"
         if place.torn:
             advice = "Left by a kill or a power cut; the next open copies what is good"
             mending = Mending.ACCEPT if self._is_blocked else Mending.REPAIR
@@ -128,7 +129,19 @@ def _untold_losses(state: State) -> Iterator[Finding]:
     told = {place.name for place in state.damage}
     for name, count in sorted(state.lost.items()):
         if name not in told:
-            yield damage(_place(name), f"{count} records are missing by their numbers, and no bytes are", _COPIED)
+            yield damage(_place(name), f"{counted(count, 'record')} missing by number alone", _COPIED)
+
+
+def _other_schema_messages(paths: BankPaths, manifest: Manifest, state: State) -> Iterator[Finding]:
+    """Schema messages that say the same in other bytes. No seal covers them, and arrowbank does without."""
+    told = {place.name for place in state.damage}
+    base = JournalName.parse(manifest.journal)
+    segments = [(paths.segments / str(name), SEGMENT_SCHEMA) for name in state.segment_bytes]
+    parts = [(paths.journal / str(name), JOURNAL_SCHEMA) for name in paths.journal_names() if not base or name >= base]
+    for path, schema in (*segments, *parts):
+        if path.name not in told and not begins_as_here(map_file(path), schema):
+            reason = "its schema message has other bytes than this version of Arrow writes, which say the same"
+            yield note(_place(path.name), reason, "Another version wrote it, or a bit is flipped that nothing reads")
 
 
 def _twice(state: State, archive: ArchiveCheck) -> Iterator[Finding]:
@@ -161,7 +174,7 @@ def _draws(state: State, archive: ArchiveCheck, told: Quarantined) -> Iterator[F
                 if (draw.iteration, uid) not in seen and uid not in state.groups and uid not in history.archived
                 and uid not in archive.uids
             ]  # fmt: skip
-            if not unknown or not archive.is_whole:
+            if not unknown:
                 continue
             seen |= {(draw.iteration, uid) for uid in unknown}
             known_lost = told.uids | line.lost
@@ -248,7 +261,7 @@ def check_quarantine(paths: BankPaths) -> Quarantined:
             told.records += said["records"] if isinstance(said.get("records"), int) else 0
             told.uids.update(uid for uid in _uids(said) if isinstance(uid, str))
     if told.notes:
-        reason = f"{told.notes} places of damage that was handled, {told.records} records lost with them"
+        reason = f"{counted(told.notes, 'place')} that {counted(told.records, 'record')} were lost with, all handled"
         told.findings.insert(0, note("quarantine", reason, "Remove it once nobody will look at it any more"))
     return told
 

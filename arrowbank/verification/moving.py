@@ -1,4 +1,4 @@
-"""What repair moves out of the way, and writes down: all of it lies in quarantine/ afterwards, each with a JSON note."""
+"""What repair moves out of the way and writes down: it lies in quarantine/ afterwards, each with a JSON note."""
 
 from __future__ import annotations
 

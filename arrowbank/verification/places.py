@@ -139,7 +139,7 @@ def _lock(paths: BankPaths, holder: Holder | None, newest: int) -> Iterator[Find
     except CorruptionError as error:
         yield damage("LOCK", error.reason, advice, Mending.REPAIR)
         return
-    if lock is None:
+    if lock is None or "closed" not in lock.model_fields_set:
         yield damage("LOCK", "it does not say who has the bank", advice, Mending.REPAIR)
     elif lock.holder.session > newest:
         yield damage("LOCK", f"of session {lock.holder.session}, whose claim is missing", advice, Mending.REPAIR)

@@ -134,7 +134,7 @@ def _refuse_newer(text: bytes) -> None:
 def _bank_id(paths: BankPaths, text: bytes) -> str:
     """Return the id under which the seals match."""
     candidates = list(dict.fromkeys([*_ids_in_archive(paths), *_ids_in_manifests(paths, text)]))[:_MOST_IDS]
-    streams = [*paths.segment_names(), *paths.journal_names()]
+    streams: list[SegmentName | JournalName] = [*paths.segment_names(), *paths.journal_names()]
     proven = [one for one in candidates if any(_is_sealed_under(paths, name, one) for name in streams)]
     if len(proven) == 1:
         return proven[0]
@@ -201,8 +201,8 @@ def _archive_files(paths: BankPaths, version: int, bank_id: str) -> tuple[list[A
     for name in _archive_names(paths.version(version)):
         path = paths.version(version) / str(name)
         try:
-            held = rows_in(path)
             _require_whole(path, bank_id)
+            held = rows_in(path)
         except NOT_A_GROUP as error:
             raise UnclearError(f"{name} of the archive is damaged ({error})") from error
         digest, nbytes = file_digest(path)

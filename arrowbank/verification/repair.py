@@ -193,7 +193,7 @@ class _Repair:
                 archived = {uid for uid in drawn if uid in look.archive.uids and uid not in state.groups}
                 state.history.forget(archived, state.groups)
             begins_anew = look.rebuilt is not None and not state.hidden
-            archivist.heal(accepted=self._accept_damage and _hides(look) or begins_anew, gone=gone)
+            archivist.heal(accepted=(self._accept_damage and _hides(look)) or begins_anew, gone=gone)
 
 
 def _hides(look: Look) -> bool:
@@ -214,9 +214,7 @@ def _session(paths: BankPaths, claim: Claim, manifest: Manifest) -> Iterator[tup
     store.settle()
     state = read_state(paths, manifest)
     journal = Journal(paths, manifest.bank_id, claim.session, claim.check, state.facts)
-    appender = Appender(
-        paths, manifest.bank_id, claim.session, MAIN, check_fence=claim.check, abandon=journal.abandon
-    )
+    appender = Appender(paths, manifest.bank_id, claim.session, MAIN, check_fence=claim.check, abandon=journal.abandon)
     ledger = Ledger(paths, manifest.bank_id, claim.session, state, journal, appender, must_restore=True)
     archivist = Archivist(
         store, ledger, journal, appender, lock=threading.RLock(), check_fence=claim.check, on_freed=lambda: None

@@ -9,8 +9,8 @@ from enum import StrEnum
 from typing import Any
 
 __all__ = [
-    "Counts", "Finding", "Mending", "RepairReport", "Severity", "VerifyReport", "by_iteration", "damage", "distinct",
-    "note",
+    "Counts", "Finding", "Mending", "RepairReport", "Severity", "VerifyReport", "by_iteration", "counted", "damage",
+    "distinct", "note",
 ]  # fmt: skip
 
 
@@ -83,7 +83,9 @@ class Counts:
     bytes: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*(mine + theirs for mine, theirs in zip(asdict(self).values(), asdict(other).values(), strict=True)))
+        return Counts(
+            *(mine + theirs for mine, theirs in zip(asdict(self).values(), asdict(other).values(), strict=True))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,11 @@ def by_iteration(findings: Iterable[Finding]) -> dict[int, tuple[str, ...]]:
         if one.iteration is not None:
             found.setdefault(one.iteration, {}).update(dict.fromkeys(one.uids))
     return {at: tuple(uids) for at, uids in sorted(found.items())}
+
+
+def counted(count: int, word: str) -> str:
+    """Return a count with its word, which takes an s unless there is one of it."""
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
 
 
 def distinct(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -33,7 +33,8 @@ from arrowbank.verification.report import Counts, Finding, Mending, VerifyReport
 __all__ = ["Look", "Looker", "Progress", "verify"]
 
 _TRIES = 10
-_PAUSE_S = 0.1
+_PAUSE_S = 0.01
+"""Before the second look; twice as long before each further one."""
 Progress = Callable[[int, int], None]
 """Is told how many bytes have been read, and of how many."""
 
@@ -98,7 +99,7 @@ class Looker:
         before: frozenset[Finding] | None = None
         for attempt in range(_TRIES):
             if attempt:
-                time.sleep(_PAUSE_S * attempt)
+                time.sleep(_PAUSE_S * 2**attempt)
             try:
                 look = self.look()
             except FileNotFoundError:  # taken away by whoever is at work
