@@ -261,7 +261,8 @@ def check_quarantine(paths: BankPaths) -> Quarantined:
             told.records += said["records"] if isinstance(said.get("records"), int) else 0
             told.uids.update(uid for uid in _uids(said) if isinstance(uid, str))
     if told.notes:
-        reason = f"{counted(told.notes, 'place')} that {counted(told.records, 'record')} were lost with, all handled"
+        lost = counted(told.records, "record")
+        reason = f"{counted(told.notes, 'place')} of handled damage, {lost} lost there"
         told.findings.insert(0, note("quarantine", reason, "Remove it once nobody will look at it any more"))
     return told
 
