@@ -1,4 +1,4 @@
-"""``repair`` mends what an open heals and what it refuses; nothing that was intact is lost, and a second one is idle."""
+"""``repair`` mends what an open heals and what it refuses, loses nothing that was whole, and is idle at once after."""
 
 from __future__ import annotations
 
@@ -185,9 +185,9 @@ def test_a_healthy_bank_is_left_as_it_is(model: Model, root: Path) -> None:
     assert tree(root) == before
 
 
-def test_a_newer_bank_is_left_as_it_is(model: Model, root: Path, tmp_path: Path) -> None:
+def test_a_newer_bank_is_left_as_it_is(model: Model, root: Path) -> None:
     newer = model.manifest.model_copy(update={"format_version": 2})
-    manifest_module.write_manifest(BankPaths(root), newer, tmp_path)
+    manifest_module.write_manifest(BankPaths(root), newer, root)
     before = tree(root)
     with pytest.raises(FormatVersionError):
         repair(root, takeover="force", accept_damage=True)

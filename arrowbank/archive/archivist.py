@@ -84,7 +84,10 @@ class Archivist:
             self._ledger.seal()
             healed = healing.copy(self.store, state, segments)
             self.store.commit(
-                Change(retired=(*healed.retired, *gone), carried=tuple(carried.name for carried in healed.carried)),
+                Change(
+                    retired=(*healed.retired, *(name for name in gone if name.is_carried)),
+                    carried=tuple(carried.name for carried in healed.carried),
+                ),
                 lambda: self._sum_up(state.history, healed.carried, {*segments, *map(str, gone)}),
             )
         except OSError as error:

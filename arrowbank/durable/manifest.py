@@ -20,8 +20,8 @@ from arrowbank.errors import BankNotFoundError, CorruptManifestError, FormatVers
 from arrowbank.schema import SCHEMA_HASH
 
 __all__ = [
-    "FORMAT_VERSION", "ArchiveFile", "Manifest", "create_manifest", "data_without_manifest", "parse_manifest",
-    "read_manifest", "read_manifest_bytes", "write_manifest",
+    "FORMAT_VERSION", "ArchiveFile", "Manifest", "canonical", "create_manifest", "data_without_manifest",
+    "parse_manifest", "read_manifest", "read_manifest_bytes", "write_manifest",
 ]  # fmt: skip
 
 FORMAT_VERSION = 1
@@ -188,5 +188,10 @@ def _validate(paths: BankPaths, content: dict[str, Any]) -> Manifest:
     return manifest
 
 
+def canonical(content: dict[str, Any]) -> bytes:
+    """What the checksum is of: the object without its checksum."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
 def _checksum(content: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    return xxhash.xxh3_128_hexdigest(canonical(content))

@@ -15,7 +15,6 @@ Anything else is refused, saying why.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -29,18 +28,17 @@ from arrowbank.archive.parquet import file_digest
 from arrowbank.durable.files import read_small
 from arrowbank.durable.journal import JOURNAL_SCHEMA, Snapshot, read_journal
 from arrowbank.durable.layout import ArchiveName, BankPaths, JournalName, SegmentName
-from arrowbank.durable.manifest import FORMAT_VERSION, ArchiveFile, Manifest, parse_manifest, read_manifest_bytes
+from arrowbank.durable.manifest import FORMAT_VERSION, ArchiveFile, Manifest, read_manifest_bytes
 from arrowbank.durable.recovery import State, read_state
 from arrowbank.durable.segment import NOT_A_GROUP, abandoned_in, check_head, read_segment
 from arrowbank.durable.stream import map_file, scan
 from arrowbank.errors import ArrowbankError, CorruptionError, CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA, SCHEMA_HASH, SEGMENT_SCHEMA
 from arrowbank.verification.archived import Uids, rows_in
+from arrowbank.verification.flipped import content_of, flipped_back
 
 __all__ = ["Rebuilt", "UnclearError", "is_old_copy", "rebuild"]
 
-_FLIPPED_BYTES = 8192
-"""Each bit of a manifest up to this size is tried."""
 _ID = re.compile(rb"[0-9a-f]{32}")
 _MOST_IDS = 1000
 _MOST_BYTES = 1 << 24
@@ -63,7 +61,7 @@ class Rebuilt:
 def rebuild(paths: BankPaths) -> Rebuilt:
     """Return the manifest that the files speak for. Raises UnclearError, saying why there is none; OSError."""
     text = _text(paths)
-    flipped = _flipped_back(paths, text)
+    flipped = flipped_back(text)
     if flipped is not None:
         return Rebuilt(flipped, "repair flips one bit back: then its checksum is right", is_exact=True)
     _refuse_newer(text)
@@ -104,26 +102,8 @@ def _text(paths: BankPaths) -> bytes:
         return b""
 
 
-def _flipped_back(paths: BankPaths, text: bytes) -> Manifest | None:
-    if len(text) > _FLIPPED_BYTES:
-        return None
-    changed = bytearray(text)
-    for place in range(len(changed)):
-        for bit in range(8):
-            changed[place] ^= 1 << bit
-            try:
-                return parse_manifest(paths, bytes(changed))
-            except ArrowbankError:
-                changed[place] ^= 1 << bit
-    return None
-
-
 def _refuse_newer(text: bytes) -> None:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return
-    version = content.get("format_version") if isinstance(content, dict) else None
+    version = (content_of(text) or {}).get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise UnclearError(f"it says format version {version}, and this arrowbank knows {FORMAT_VERSION}")
 
@@ -249,16 +229,20 @@ def _sort_out(segments: dict[SegmentName, set[str]], archived: Uids) -> tuple[tu
     strays: set[SegmentName] = set()
     while True:
         retired, carried = _covered(segments, archived, strays)
-        live = [uids for name, uids in segments.items() if not name.is_carried and name not in retired]
-        repeated = {name for name in carried if segments[name] <= set().union(*live)}
-        if not repeated:
+        counting = set(segments) - retired - strays
+        repeating = [name for name in carried if segments[name] <= _in_earlier(name, counting, segments)]
+        if not repeating:
             break
-        strays |= repeated
+        strays.add(repeating[-1])
     for name in carried:
-        for other, uids in segments.items():
-            if not other.is_carried and other not in retired and uids & segments[name]:
-                raise UnclearError(f"some groups of {name} are in {other} as well, and others are not")
+        if segments[name] & _in_earlier(name, counting, segments):
+            raise UnclearError(f"some groups of {name} are in an earlier segment as well, and others are not")
     return tuple(sorted(map(str, retired))), tuple(map(str, carried))
+
+
+def _in_earlier(name: SegmentName, counting: set[SegmentName], segments: dict[SegmentName, set[str]]) -> set[str]:
+    """Return the groups of segments that a carried one may have been made of."""
+    return {uid for other in counting if not other.is_carried or other < name for uid in segments[other]}
 
 
 def _covered(

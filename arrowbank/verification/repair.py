@@ -63,12 +63,15 @@ def repair(
     before = looker.settled()
     wanted = _wanted(before, accept_damage)
     if dry_run or not wanted:
-        left = tuple(found for found in before.findings if found.is_damage and found not in wanted)
+        mending = set(wanted)
+        left = tuple(found for found in before.findings if found.is_damage and found not in mending)
         return _report(path, dry_run, before, wanted, left, before.quarantined.notes)
-    under_claim = _Repair(looker, accept_damage, takeover, lease_s).run()
+    under_claim = _Repair(looker, accept_damage, takeover, lease_s).run(before)
     after = looker.settled()
-    wanted = distinct((*wanted, *_wanted(under_claim, accept_damage)))  # the claim itself has mended some
-    mended = tuple(found for found in wanted if found not in after.findings)
+    every = distinct((*wanted, *_wanted(under_claim, accept_damage)))  # the claim itself has mended some
+    once = {(found.path, found.offset, found.reason): found for found in reversed(every)}
+    still = set(after.findings)
+    mended = tuple(found for found in reversed(once.values()) if found not in still)
     left = tuple(found for found in after.findings if found.is_damage)
     return _report(path, dry_run, under_claim, mended, left, after.quarantined.notes)
 
@@ -102,16 +105,18 @@ class _Repair:
         self._looker = looker
         self._paths = BankPaths(looker.paths.root)
         self._accept_damage, self._takeover, self._lease_s = accept_damage, takeover, lease_s
+        self._hides = False
+        """Whether damage of the journal may hide a draw."""
 
-    def run(self) -> Look:
+    def run(self, before: Look) -> Look:
         """Return what was found under the claim, before anything was changed."""
-        look = self._looker.settled()
-        assert look.manifest is not None
+        assert before.manifest is not None
         self._make_room_for_a_claim()
-        claim = claim_session(self._paths, self._takeover, self._lease_s, beyond=look.manifest.last_session)
+        claim = claim_session(self._paths, self._takeover, self._lease_s, beyond=before.manifest.last_session)
         try:
             look = self._looker.settled()
-            if _wanted(look, self._accept_damage):
+            self._hides = before.is_cut_off or any(found.mending is Mending.ACCEPT for found in _of_journal(look))
+            if before.is_cut_off or _wanted(look, self._accept_damage):
                 self._mend(look, claim)
         finally:
             claim.release()
@@ -193,12 +198,11 @@ class _Repair:
                 archived = {uid for uid in drawn if uid in look.archive.uids and uid not in state.groups}
                 state.history.forget(archived, state.groups)
             begins_anew = look.rebuilt is not None and not state.hidden
-            archivist.heal(accepted=(self._accept_damage and _hides(look)) or begins_anew, gone=gone)
+            archivist.heal(accepted=(self._accept_damage and self._hides) or begins_anew, gone=gone)
 
 
-def _hides(look: Look) -> bool:
-    """Whether damage of the journal may hide a draw."""
-    return any(found.mending is Mending.ACCEPT and found.path.startswith("journal/") for found in look.findings)
+def _of_journal(look: Look) -> list[Finding]:
+    return [found for found in look.findings if found.path.startswith("journal/")]
 
 
 def _missing_segments(state: State) -> list[SegmentName]:
@@ -214,6 +218,7 @@ def _session(paths: BankPaths, claim: Claim, manifest: Manifest) -> Iterator[tup
     store.settle()
     state = read_state(paths, manifest)
     journal = Journal(paths, manifest.bank_id, claim.session, claim.check, state.facts)
+    journal.forget(manifest.retired)  # one that was made again may retire more than the journal knows of
     appender = Appender(paths, manifest.bank_id, claim.session, MAIN, check_fence=claim.check, abandon=journal.abandon)
     ledger = Ledger(paths, manifest.bank_id, claim.session, state, journal, appender, must_restore=True)
     archivist = Archivist(
