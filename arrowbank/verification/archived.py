@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from arrowbank.errors import CorruptionError
 from arrowbank.verification.report import Counts, Finding, Mending, counted, damage
 
 __all__ = [
-    "EMPTY_FILE", "ArchiveCheck", "Uids", "check_archive", "check_file", "find_copy", "rows_in", "wanted_files",
+    "EMPTY_FILE", "ArchiveCheck", "Copies", "Uids", "check_archive", "check_file", "rows_in", "wanted_files",
 ]  # fmt: skip
 
 EMPTY_FILE = ArchiveFile(name=str(ArchiveName(0, 0)), rows=0, groups=0, nbytes=0, last_end=0, digest="")
@@ -89,7 +90,7 @@ def check_archive(
     paths: BankPaths, manifest: Manifest, cache: dict[Any, Finding | Rows], passed: Callable[[int], None]
 ) -> ArchiveCheck:
     """Check every file that the manifest names. ``cache`` spares reading a file again that has not changed."""
-    found, parts = ArchiveCheck(), {}
+    found, parts, copies = ArchiveCheck(), {}, Copies(paths)
     directory = paths.version(manifest.version)
     for file in wanted_files(manifest):
         path = directory / file.name
@@ -98,10 +99,10 @@ def check_archive(
             key = (file, status.st_ino, status.st_mtime_ns, status.st_size)
         except (FileNotFoundError, NotADirectoryError):
             found.is_whole = False
-            found.findings.append(_missing(paths, path, file))
+            found.findings.append(_missing(paths, path, file, copies))
             continue
         if key not in cache:
-            cache[key] = check_file(paths, path, file)
+            cache[key] = check_file(paths, path, file, copies)
         passed(status.st_size)
         result = cache[key]
         if isinstance(result, Finding):
@@ -120,7 +121,7 @@ def wanted_files(manifest: Manifest) -> tuple[ArchiveFile, ...]:
     return (EMPTY_FILE, *manifest.files)
 
 
-def check_file(paths: BankPaths, path: Path, file: ArchiveFile) -> Finding | Rows:
+def check_file(paths: BankPaths, path: Path, file: ArchiveFile, copies: Copies) -> Finding | Rows:
     """Read one file; return what is wrong with it, or what it holds."""
     name = str(path.relative_to(paths.root))
     try:
@@ -133,15 +134,15 @@ def check_file(paths: BankPaths, path: Path, file: ArchiveFile) -> Finding | Row
             check_content(opened, path, file)
             held = rows_in(opened)
     except CorruptionError as error:
-        return _damaged(paths, name, file, error.reason)
+        return _damaged(paths, name, file, error.reason, copies)
     except NOT_A_GROUP as error:
         if isinstance(error, FileNotFoundError):
             raise
-        return _damaged(paths, name, file, f"it cannot be read ({error})")
+        return _damaged(paths, name, file, f"it cannot be read ({error})", copies)
     told = (file.rows, file.groups, file.last_end)
     if (held.rows, len(held.uids), held.last_end) != told:
         reason = f"{held.rows} rows, {len(held.uids)} groups, end {held.last_end}: the manifest says {told}"
-        return _damaged(paths, name, file, reason)
+        return _damaged(paths, name, file, reason, copies)
     return held
 
 
@@ -194,16 +195,16 @@ def _numbers(array: pa.Array) -> NDArray[Any]:
     return np.frombuffer(array.buffers()[1], np.int32, len(array) + array.offset)[array.offset :]
 
 
-def _missing(paths: BankPaths, path: Path, file: ArchiveFile) -> Finding:
+def _missing(paths: BankPaths, path: Path, file: ArchiveFile, copies: Copies) -> Finding:
     is_empty = file is EMPTY_FILE
     reason = "the file without rows is missing" if is_empty else "the manifest names this file, and it is not there"
-    return _damaged(paths, str(path.relative_to(paths.root)), file, reason)
+    return _damaged(paths, str(path.relative_to(paths.root)), file, reason, copies)
 
 
-def _damaged(paths: BankPaths, name: str, file: ArchiveFile, reason: str) -> Finding:
+def _damaged(paths: BankPaths, name: str, file: ArchiveFile, reason: str, copies: Copies) -> Finding:
     if file is EMPTY_FILE:
         return damage(name, reason, "repair writes it anew", Mending.REPAIR)
-    copy = find_copy(paths, file)
+    copy = copies.find(file)
     if copy is not None:
         return damage(name, reason, f"repair puts it back: {copy.relative_to(paths.root)} is it", Mending.REPAIR)
     held = f"it held {counted(file.groups, 'group')}, {counted(file.rows, 'row')}, of before iteration {file.last_end}"
@@ -219,18 +220,30 @@ def _repeated(paths: BankPaths, directory: Path, uids: Uids, parts: dict[str, ND
         yield damage(str(directory.relative_to(paths.root)), reason, "No arrowbank writes such an archive")
 
 
-def find_copy(paths: BankPaths, file: ArchiveFile) -> Path | None:
-    """Return a file inside the bank, under whatever name, that is byte for byte the one that the manifest names."""
-    for directory in (*map(paths.version, paths.version_numbers()), paths.archive, paths.quarantine):
-        for path in sorted(directory.iterdir()) if directory.is_dir() and not directory.is_symlink() else ():
-            try:
-                if path.lstat().st_size == file.nbytes and _is_file(path, file):
-                    return path
-            except (CorruptionError, FileNotFoundError):
-                continue
-    return None
+class Copies:
+    """Finds copies of files of the archive, under whatever name, inside the bank. Looks at it when first asked."""
+
+    def __init__(self, paths: BankPaths) -> None:
+        self._paths = paths
+        self._by_size: dict[int, list[Path]] | None = None
+
+    def find(self, file: ArchiveFile) -> Path | None:
+        """Return a file that is byte for byte the one that the manifest names."""
+        if self._by_size is None:
+            self._by_size = self._sizes()
+        return next((path for path in self._by_size.get(file.nbytes, ()) if _is_file(path, file)), None)
+
+    def _sizes(self) -> dict[int, list[Path]]:
+        found: dict[int, list[Path]] = {}
+        versions = map(self._paths.version, self._paths.version_numbers())
+        for directory in (*versions, self._paths.archive, self._paths.quarantine):
+            for path in sorted(directory.iterdir()) if directory.is_dir() and not directory.is_symlink() else ():
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    found.setdefault(status.st_size, []).append(path)
+        return found
 
 
 def _is_file(path: Path, file: ArchiveFile) -> bool:
     with reading(path) as descriptor:
-        return descriptor_digest(descriptor) == (file.digest, os.fstat(descriptor).st_size)
+        return descriptor_digest(descriptor) == (file.digest, file.nbytes)

@@ -27,7 +27,7 @@ from arrowbank.durable.manifest import Manifest, write_manifest
 from arrowbank.durable.recovery import State, read_state
 from arrowbank.durable.segment import read_segment
 from arrowbank.durable.session import LEASE_S, Claim, Takeover, claim_session
-from arrowbank.verification.archived import EMPTY_FILE, check_file, find_copy, wanted_files
+from arrowbank.verification.archived import EMPTY_FILE, Copies, check_file, wanted_files
 from arrowbank.verification.live import require_group
 from arrowbank.verification.moving import keep_copy, move_aside, note_losses
 from arrowbank.verification.places import strangers
@@ -160,13 +160,14 @@ class _Repair:
         """Put files of the archive back of which a copy is there, and the one without rows."""
         directory = self._paths.version(manifest.version)
         files.make_directories([directory])
+        copies = Copies(self._paths)
         for file in reversed(wanted_files(manifest)):  # the one without rows last: another may stand under its name
             path, unfinished = directory / file.name, claim.tmp / file.name
-            if path.exists() and not isinstance(check_file(self._paths, path, file), Finding):
+            if path.exists() and not isinstance(check_file(self._paths, path, file, copies), Finding):
                 continue
             if file is EMPTY_FILE:
                 write_parquet(unfinished, [])
-            elif (copy := find_copy(self._paths, file)) is not None:
+            elif (copy := copies.find(file)) is not None:
                 files.link(copy, unfinished)
             else:
                 continue
