@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,7 +91,7 @@ def check_archive(
     paths: BankPaths, manifest: Manifest, cache: dict[Any, Finding | Rows], passed: Callable[[int], None]
 ) -> ArchiveCheck:
     """Check every file that the manifest names. ``cache`` spares reading a file again that has not changed."""
-    found, parts, copies = ArchiveCheck(), {}, Copies(paths)
+    found, parts, copies = ArchiveCheck(), {}, Copies(paths, manifest)
     directory = paths.version(manifest.version)
     for file in wanted_files(manifest):
         path = directory / file.name
@@ -223,12 +224,16 @@ def _repeated(paths: BankPaths, directory: Path, uids: Uids, parts: dict[str, ND
 class Copies:
     """Finds copies of files of the archive, under whatever name, inside the bank. Looks at it when first asked."""
 
-    def __init__(self, paths: BankPaths) -> None:
+    def __init__(self, paths: BankPaths, manifest: Manifest) -> None:
         self._paths = paths
+        self._named = Counter(file.digest for file in manifest.files)
+        """No file is to be there twice: a manifest that says so is not arrowbank's."""
         self._by_size: dict[int, list[Path]] | None = None
 
     def find(self, file: ArchiveFile) -> Path | None:
         """Return a file that is byte for byte the one that the manifest names."""
+        if self._named[file.digest] != 1:
+            return None
         if self._by_size is None:
             self._by_size = self._sizes()
         return next((path for path in self._by_size.get(file.nbytes, ()) if _is_file(path, file)), None)

@@ -160,7 +160,7 @@ class _Repair:
         """Put files of the archive back of which a copy is there, and the one without rows."""
         directory = self._paths.version(manifest.version)
         files.make_directories([directory])
-        copies = Copies(self._paths)
+        copies = Copies(self._paths, manifest)
         for file in reversed(wanted_files(manifest)):  # the one without rows last: another may stand under its name
             path, unfinished = directory / file.name, claim.tmp / file.name
             if path.exists() and not isinstance(check_file(self._paths, path, file, copies), Finding):
