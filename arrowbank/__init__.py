@@ -23,6 +23,9 @@ from arrowbank.errors import (
 from arrowbank.pipeline import EnvTask, RolloutPipeline, WeightedMultiTask
 from arrowbank.restored import BankStats, Draw, Restored, RestoreReport
 from arrowbank.types import Rollout, RolloutGroup, TokenRollout
+from arrowbank.verification.repair import repair
+from arrowbank.verification.report import Finding, RepairReport, VerifyReport
+from arrowbank.verification.verify import verify
 from arrowbank.writer import BankWriter, WriterToken
 
 __version__ = "0.1.0"
@@ -42,9 +45,11 @@ __all__ = [
     "DuplicateGroupError",
     "EnvTask",
     "FencedError",
+    "Finding",
     "FormatVersionError",
     "HistoryGoneError",
     "InvalidDrawError",
+    "RepairReport",
     "ReplayUnavailableError",
     "RestoreReport",
     "Restored",
@@ -56,7 +61,10 @@ __all__ = [
     "TokenRollout",
     "UnknownGroupError",
     "UnrepresentableError",
+    "VerifyReport",
     "WeightedMultiTask",
     "WriterToken",
+    "repair",
     "scan",
+    "verify",
 ]

@@ -20,6 +20,7 @@ LAYERS = [
     ["restored", "appending"],
     ["writer"],
     ["bank"],
+    ["verification"],
     ["pipeline"],
     ["arguments", "integrations"],
     ["demo"],

@@ -23,9 +23,11 @@ def test_top_level_names_are_pinned() -> None:
         "DuplicateGroupError",
         "EnvTask",
         "FencedError",
+        "Finding",
         "FormatVersionError",
         "HistoryGoneError",
         "InvalidDrawError",
+        "RepairReport",
         "ReplayUnavailableError",
         "RestoreReport",
         "Restored",
@@ -37,9 +39,12 @@ def test_top_level_names_are_pinned() -> None:
         "TokenRollout",
         "UnknownGroupError",
         "UnrepresentableError",
+        "VerifyReport",
         "WeightedMultiTask",
         "WriterToken",
+        "repair",
         "scan",
+        "verify",
     ]
 
 

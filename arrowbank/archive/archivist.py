@@ -66,26 +66,29 @@ class Archivist:
         newest = self._ledger.line.checkpoints.newest(keep_checkpoints)
         return newest[-1] if len(newest) == keep_checkpoints else 0
 
-    def heal(self, *, accepted: bool = False) -> None:
+    def heal(self, *, accepted: bool = False, gone: Collection[SegmentName] = ()) -> None:
         """Have whole files only: what is good in damaged ones is copied, their damage kept in quarantine. At open.
 
         Also makes one file of a journal that has become many. Leaves everything as it is while a damaged journal may
         hide a draw, until that is ``accepted``. After a failure to write, the next open tries again: all that can be
-        read can be read without this, too.
+        read can be read without this, too. gone: segments that are not there and are not to be missed any more.
         Raises: FencedError; CorruptionError, OSError where a file cannot be read.
         """
         state = self._ledger.state
         segments = {damage.name for damage in state.damage} & set(map(str, state.segment_bytes))
         is_long = state.journal_parts > MAX_JOURNAL_PARTS
         is_torn = any(part.length for part in _journal_damage(state))
-        if (state.hidden and not accepted) or not (segments or is_long or is_torn or accepted):
+        if (state.hidden and not accepted) or not (segments or is_long or is_torn or accepted or gone):
             return
         try:
             self._ledger.seal()
             healed = healing.copy(self.store, state, segments)
             self.store.commit(
-                Change(retired=healed.retired, carried=tuple(carried.name for carried in healed.carried)),
-                lambda: self._sum_up(state.history, healed.carried, segments),
+                Change(
+                    retired=(*healed.retired, *(name for name in gone if name.is_carried)),
+                    carried=tuple(carried.name for carried in healed.carried),
+                ),
+                lambda: self._sum_up(state.history, healed.carried, {*segments, *map(str, gone)}),
             )
         except OSError as error:
             self._check_fence()

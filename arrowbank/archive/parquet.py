@@ -20,7 +20,7 @@ from arrowbank.schema import ARCHIVE_SCHEMA
 
 __all__ = [
     "ROW_GROUP_BYTES", "TABLE_BYTES", "check_content", "check_file", "describe_file", "descriptor_digest",
-    "file_digest", "row_group_end", "told_as_damage", "write_parquet",
+    "file_digest", "row_group_end", "told_as_damage", "write_parquet", "write_tables",
 ]  # fmt: skip
 
 ROW_GROUP_BYTES = 8 << 20
@@ -50,17 +50,23 @@ def write_parquet(path: Path, tables: Iterable[pa.Table]) -> int:
 
     No row group takes in rows of two tables.
     """
-    rows = 0
     try:
-        with pq.ParquetWriter(path, ARCHIVE_SCHEMA, **_WRITER_OPTIONS) as writer:
-            for table in tables:
-                for start, length in _row_groups(table):
-                    writer.write_table(table.slice(start, length), row_group_size=max(length, 1))
-                rows += table.num_rows
+        rows = write_tables(path, tables)
         files.fsync_file(path)
     except BaseException:
         files.discard(path)  # the writer finishes even a partial file with a valid footer
         raise
+    return rows
+
+
+def write_tables(where: Path | pa.NativeFile, tables: Iterable[pa.Table]) -> int:
+    """Write tables as a file of the archive; return the number of rows."""
+    rows = 0
+    with pq.ParquetWriter(where, ARCHIVE_SCHEMA, **_WRITER_OPTIONS) as writer:
+        for table in tables:
+            for start, length in _row_groups(table):
+                writer.write_table(table.slice(start, length), row_group_size=max(length, 1))
+            rows += table.num_rows
     return rows
 
 

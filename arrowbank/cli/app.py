@@ -9,6 +9,8 @@ import typer
 
 from arrowbank import __version__
 from arrowbank.cli.demo import demo
+from arrowbank.cli.repair import repair
+from arrowbank.cli.verify import verify
 from arrowbank.errors import ArrowbankError, CorruptionError
 
 __all__ = ["app", "main"]
@@ -19,7 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(demo)
+for _command in (demo, verify, repair):
+    app.command()(_command)
 
 
 def main() -> None:

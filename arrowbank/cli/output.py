@@ -6,17 +6,22 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 from rich.table import Table
+from rich.text import Text
 
+from arrowbank.cli.findings import repair_lines, verify_lines
 from arrowbank.demo import progress
 from arrowbank.demo.supervisor import DemoResult, DemoSettings, Observer, Rollback
+from arrowbank.verification.report import RepairReport, VerifyReport
+from arrowbank.verification.verify import Progress
 
 __all__ = ["JsonOutput", "Output", "TextOutput", "output_for"]
 
@@ -29,6 +34,15 @@ class Output(Protocol):
 
     def demo(self, result: DemoResult) -> None:
         """Show what came of the demo."""
+
+    def reading(self, command: str) -> AbstractContextManager[Progress]:
+        """Show how far the reading of a bank has got."""
+
+    def verified(self, report: VerifyReport) -> None:
+        """Show what ``verify`` found."""
+
+    def repaired(self, report: RepairReport) -> None:
+        """Show what ``repair`` did."""
 
     def error(self, message: str) -> None:
         """Say on stderr what went wrong."""
@@ -52,6 +66,19 @@ class JsonOutput(_Errors):
         """Print the object."""
         print(json.dumps(result.as_json()))
 
+    @contextmanager
+    def reading(self, command: str) -> Iterator[Progress]:
+        """Show nothing."""
+        yield lambda done, total: None
+
+    def verified(self, report: VerifyReport) -> None:
+        """Print the object."""
+        print(json.dumps(report.as_json()))
+
+    def repaired(self, report: RepairReport) -> None:
+        """Print the object."""
+        print(json.dumps(report.as_json()))
+
 
 class TextOutput(_Errors):
     """Progress on stderr, tables on stdout."""
@@ -63,7 +90,7 @@ class TextOutput(_Errors):
     def demo_running(self, settings: DemoSettings) -> Iterator[Observer]:
         """Show a bar for each run, and a line for each kill and for the rollback."""
         self._print(f"Directory: {settings.directory}")
-        bars = Progress(
+        bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -83,6 +110,32 @@ class TextOutput(_Errors):
         self._console.print(table)
         if result.bank:
             self._print(f"The bank: {result.bank}\nLook at it:\n{_polars_line(result.bank)}")
+
+    @contextmanager
+    def reading(self, command: str) -> Iterator[Progress]:
+        """Show a bar on a terminal, and nothing elsewhere."""
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TimeElapsedColumn(),
+        )
+        with Bars(*columns, console=console, disable=not console.is_terminal, transient=True) as bars:
+            task = bars.add_task(command, total=None)
+            yield lambda done, total: bars.update(task, completed=done, total=total)
+
+    def verified(self, report: VerifyReport) -> None:
+        """Print the verdict, the findings and what to do next."""
+        self._print_all(verify_lines(report))
+
+    def repaired(self, report: RepairReport) -> None:
+        """Print what was mended, what was lost, what is left and what to do next."""
+        self._print_all(repair_lines(report))
+
+    def _print_all(self, lines: Iterable[Text]) -> None:
+        for line in lines:
+            self._console.print(line, soft_wrap=True, highlight=False)
 
     def _print(self, text: str) -> None:
         # neither wrapped nor highlighted: lines that people copy
@@ -108,7 +161,7 @@ class _Silence:
 class _Bars:
     """The demo's progress bars. A bar moves back when a resumed run replays."""
 
-    def __init__(self, bars: Progress, settings: DemoSettings) -> None:
+    def __init__(self, bars: Bars, settings: DemoSettings) -> None:
         self._bars = bars
         self._tasks: dict[str, TaskID] = {
             run: bars.add_task(name, total=settings.iterations, reward=0.0)

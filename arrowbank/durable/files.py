@@ -35,6 +35,7 @@ __all__ = [
     "reading",
     "remove",
     "remove_directory",
+    "rename",
     "replace",
     "repoint",
     "sync",
@@ -151,6 +152,14 @@ def publish(unfinished: Path, path: Path) -> None:
     """
     os.link(unfinished, path, follow_symlinks=False)
     os.unlink(unfinished)
+    fsync_directory(path.parent)
+
+
+def rename(path: Path, target: Path) -> None:
+    """Move whatever stands at ``path``, a link itself, to a name that nothing has, in the same file system. Durably."""
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, "something has that name", os.fspath(target))
+    _put(path, target)
     fsync_directory(path.parent)
 
 

@@ -243,7 +243,7 @@ class Journal:
                     self._annul(self._stream, abandoned)
 
     def close(self) -> None:
-        """Tell what is still to be told, and mark the end."""
+        """Tell what is still to be told, and mark the end, durably: who reads LOCK looks for it."""
         try:
             if self._abandoned:
                 self.write(())
@@ -251,7 +251,7 @@ class Journal:
             with self._lock:
                 stream, self._stream = self._stream, None
                 if stream is not None:
-                    stream.close()
+                    stream.close(sync=True)
 
     def _annul(self, stream: StreamWriter, abandoned: Abandoned) -> None:
         """Say in a file of a session that lost its place that what it just wrote does not count, if it still can."""

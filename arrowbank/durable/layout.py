@@ -8,7 +8,7 @@
     segments/00000021-carry-s0003-0007.arrows        groups copied out of segments that were retired
     journal/s0003-0000.arrows                        restores, draws, evictions, checkpoints of session 3, part 0
     archive -> .archive/v000012                      *.parquet, one of them (c000000-s0000) without rows
-    quarantine/                                      damaged bytes, each with a JSON note
+    quarantine/                                      damaged bytes, and what was moved away, each with a JSON note
     tmp/s0003/                                       everything unfinished of session 3; writer-rank-1-0 and so on count
                                                      the writers of a name
 
@@ -40,7 +40,8 @@ count from ``journal`` on, ordered by session, then part. Segments count that ar
 "carry", only when ``carried`` names them. Everything else was left by a crash and is taken away by the next open.
 
 LOCK is {"holder": {…}, "closed": bool}, a claim the holder alone: {session, host, boot, namespace, pid, started,
-since, token} (host name, boot id, pid namespace, pid, its start in ticks since boot, ISO 8601, random).
+since, token} (host name, boot id, pid namespace, pid, its start in ticks since boot, ISO 8601, random). Once it says
+closed, that session's last part of the journal has its end mark.
 
 
 Streams

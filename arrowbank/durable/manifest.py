@@ -19,7 +19,10 @@ from arrowbank.durable.layout import ArchiveName, BankPaths, JournalName, Segmen
 from arrowbank.errors import BankNotFoundError, CorruptManifestError, FormatVersionError, SchemaMismatchError
 from arrowbank.schema import SCHEMA_HASH
 
-__all__ = ["FORMAT_VERSION", "ArchiveFile", "Manifest", "create_manifest", "read_manifest", "write_manifest"]
+__all__ = [
+    "FORMAT_VERSION", "ArchiveFile", "Manifest", "canonical", "create_manifest", "data_without_manifest",
+    "parse_manifest", "read_manifest", "read_manifest_bytes", "write_manifest",
+]  # fmt: skip
 
 FORMAT_VERSION = 1
 _RESTORE = "Restore MANIFEST.json from a copy, or move the directory away to start a new bank"
@@ -95,12 +98,22 @@ def read_manifest(paths: BankPaths) -> Manifest:
     or altered; FormatVersionError; SchemaMismatchError.
     """
     try:
-        text = files.read_small(paths.manifest, _MAX_BYTES)
+        text = read_manifest_bytes(paths)
     except FileNotFoundError:
         remains = data_without_manifest(paths)
         if remains is None:
             raise BankNotFoundError(f"{paths.root}: no bank here (no MANIFEST.json)") from None
         raise CorruptManifestError(paths.manifest, f"missing, but there is {remains}", hint=_RESTORE) from None
+    return parse_manifest(paths, text)
+
+
+def read_manifest_bytes(paths: BankPaths) -> bytes:
+    """Return what stands in the file. Raises CorruptionError for what is no file, or too large; OSError."""
+    return files.read_small(paths.manifest, _MAX_BYTES)
+
+
+def parse_manifest(paths: BankPaths, text: bytes) -> Manifest:
+    """Check what stands in a manifest. Raises CorruptManifestError, FormatVersionError, SchemaMismatchError."""
     content = _parse(paths, text)
     version = content.get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
@@ -175,5 +188,10 @@ def _validate(paths: BankPaths, content: dict[str, Any]) -> Manifest:
     return manifest
 
 
+def canonical(content: dict[str, Any]) -> bytes:
+    """What the checksum is of: the object without its checksum."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
 def _checksum(content: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    return xxhash.xxh3_128_hexdigest(canonical(content))

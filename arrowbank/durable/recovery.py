@@ -8,7 +8,7 @@ is told, and what came later, from somebody who had lost his place by then, does
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -42,18 +42,23 @@ class State:
     """Segment → records that were acknowledged there and cannot be read."""
     unsealed: dict[str, int] = field(default_factory=dict)
     """Segments and parts of the journal of which no entry says how many records count → how many were found."""
+    twice: dict[str, SegmentName] = field(default_factory=dict)
+    """Live groups that stand a second time → where. The first one counts."""
+    records: int = 0
+    """Sealed records that were read, of journals and segments."""
 
 
-def read_state(paths: BankPaths, manifest: Manifest) -> State:
+def read_state(paths: BankPaths, manifest: Manifest, passed: Callable[[str], None] = lambda name: None) -> State:
     """Read journals and live segments.
 
+    passed: is told the name of each file that was read.
     Raises: CorruptionError for files that are not arrowbank's; CorruptRecordError for a sealed record that is no
     journal entry. Damage does not raise: it is listed.
     """
     state = State()
-    _read_journals(paths, manifest, state)
+    _read_journals(paths, manifest, state, passed)
     live = live_segments(paths, manifest)
-    read_groups(paths, manifest, state, live)
+    read_groups(paths, manifest, state, live, passed)
     _note_missing(state, manifest, set(map(str, live)))
     return state
 
@@ -67,14 +72,16 @@ def live_segments(paths: BankPaths, manifest: Manifest) -> list[SegmentName]:
     ]  # fmt: skip
 
 
-def _read_journals(paths: BankPaths, manifest: Manifest, state: State) -> None:
+def _read_journals(paths: BankPaths, manifest: Manifest, state: State, passed: Callable[[str], None]) -> None:
     """Fold the journals, from the base on, into history and facts."""
     base = JournalName.parse(manifest.journal)
     parts: list[_Part] = []
     for name in paths.journal_names():
         if base is None or name >= base:
             parts.append(_Part(name, *read_journal(paths, name, manifest.bank_id)))
+            passed(str(name))
     state.journal_parts = len(parts)
+    state.records += sum(len(part.entries) for part in parts)
     if base is not None:
         _load_base(base, parts, state)
     for part in reversed(parts):  # a later session says how much of an earlier one's counts
@@ -175,12 +182,20 @@ def _iterations_around(damage: Damage, entries: list[tuple[Record, Entry]]) -> s
     return f"{first}, up to {after[0]}," if after else first
 
 
-def read_groups(paths: BankPaths, manifest: Manifest, state: State, names: Iterable[SegmentName]) -> None:
+def read_groups(
+    paths: BankPaths,
+    manifest: Manifest,
+    state: State,
+    names: Iterable[SegmentName],
+    passed: Callable[[str], None] = lambda name: None,
+) -> None:
     """Read segments' groups into a state."""
     scans = {}
     for name in names:
         scans[name], data = read_segment(paths.segments / str(name), manifest.bank_id)
+        passed(str(name))
         state.segment_bytes[name] = len(data)
+        state.records += len(scans[name].records)
         sealed = state.facts.records.get(str(name))
         for record in scans[name].records:  # before any record is counted: they speak of other segments
             for gone in abandoned_in(record.head) or ():
@@ -220,6 +235,8 @@ def _take_in(state: State, name: SegmentName, record: Record) -> bool:
         state.damage.append(Damage(str(name), record.offset, len(record.message), reason, torn=False, lost=1))
         return False
     uid = record.head["uid"]
+    if uid in state.groups:
+        state.twice[uid] = name
     state.groups.setdefault(uid, GroupRef(uid, name, record.sequence, record.head, record))
     if "evicted" in record.head:
         state.history.evicted.setdefault(uid, record.head["evicted"])

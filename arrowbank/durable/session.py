@@ -31,7 +31,7 @@ from arrowbank.durable.heartbeat import BEAT_S, Heartbeat, last_beat
 from arrowbank.durable.layout import LAST_SESSION, BankPaths
 from arrowbank.errors import BankLockedError, CorruptionError, FencedError
 
-__all__ = ["LEASE_S", "Claim", "Holder", "Membership", "Takeover", "claim_session"]
+__all__ = ["LEASE_S", "Claim", "Holder", "Lock", "Membership", "Takeover", "claim_session", "read_claim", "read_lock"]
 
 _log = logging.getLogger("arrowbank")
 
@@ -79,7 +79,7 @@ class Holder(BaseModel):
         )
 
 
-class _Lock(BaseModel):
+class Lock(BaseModel):
     """LOCK: the newest session that took the bank, and whether it gave it back."""
 
     holder: Holder
@@ -96,7 +96,7 @@ class Membership:
         self._own = os.fspath(paths.claim(session))
         self._next = os.fspath(paths.claim(session + 1))
         self._identity = _identity(self._own)
-        holder = _read(paths.claim(session), Holder)
+        holder = read_claim(paths, session)
         if holder is None or holder.token != token:
             raise FencedError(f"{paths.root}: session {session} is {holder or 'not there'}: another than was meant")
 
@@ -155,7 +155,7 @@ class Claim(Membership):
         self.forget()
         try:
             self.check()
-            files.replace(self.paths.lock, _Lock(holder=self.holder, closed=True).model_dump_json().encode(), self.tmp)
+            files.replace(self.paths.lock, Lock(holder=self.holder, closed=True).model_dump_json().encode(), self.tmp)
         except FencedError:
             return
         except OSError:
@@ -210,7 +210,7 @@ def _try_claim(paths: BankPaths, session: int) -> Claim | None:
         claimed = True
         files.empty_directory(tmp)  # of what is left of others' tries for this number, and of a stranger's
         _clear_tmp(paths, session)
-        files.replace(paths.lock, _Lock(holder=holder).model_dump_json().encode(), tmp)
+        files.replace(paths.lock, Lock(holder=holder).model_dump_json().encode(), tmp)
     except BaseException as error:
         _held.discard(holder.token)
         faster = paths.claimed_sessions()[-1:] >= [session + claimed]  # and may have taken away what is in tmp/
@@ -231,7 +231,7 @@ def _wait_until_free(
     """Return once ``session`` may be taken over, or is the last one no more. Raises BankLockedError."""
     if _was_closed(paths, session):
         return
-    holder = _read(paths.claim(session), Holder)
+    holder = read_claim(paths, session)
     if holder is None:
         raise CorruptionError(
             paths.claim(session),
@@ -279,7 +279,7 @@ def _watch(
 
 
 def _was_closed(paths: BankPaths, session: int) -> bool:
-    lock = _read(paths.lock, _Lock)
+    lock = read_lock(paths)
     return lock is not None and lock.closed and lock.holder.session == session
 
 
@@ -292,8 +292,18 @@ def _clear_tmp(paths: BankPaths, session: int) -> None:
 
 
 def _describe(paths: BankPaths, session: int) -> str:
-    holder = _read(paths.claim(session), Holder)
+    holder = read_claim(paths, session)
     return str(holder) if holder else f"session {session}"
+
+
+def read_claim(paths: BankPaths, session: int) -> Holder | None:
+    """Return who claimed a session; None when the claim is missing or does not say it. Raises CorruptionError."""
+    return _read(paths.claim(session), Holder)
+
+
+def read_lock(paths: BankPaths) -> Lock | None:
+    """Return what LOCK says; None when it is missing or does not say it. Raises CorruptionError."""
+    return _read(paths.lock, Lock)
 
 
 def _read(path: Path, kind: type[_Model]) -> _Model | None:

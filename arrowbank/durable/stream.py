@@ -20,7 +20,7 @@ import pyarrow as pa
 from arrowbank.durable import files, seal
 from arrowbank.durable.message import PREFIX, read_head
 
-__all__ = ["Damage", "Record", "Scan", "StreamWriter", "binding", "follow", "map_file", "scan"]
+__all__ = ["Damage", "Record", "Scan", "StreamWriter", "begins_as_here", "binding", "follow", "map_file", "scan"]
 
 _ZEROS = bytes(PREFIX.size)
 _END = PREFIX.pack(0xFFFFFFFF, 0)
@@ -109,14 +109,16 @@ class StreamWriter:
         files.sync(self._descriptor)
         self.close()
 
-    def close(self) -> None:
-        """Mark the end, unless the file failed. Not synced: a stream is as valid without the mark."""
+    def close(self, *, sync: bool = False) -> None:
+        """Mark the end, unless the file failed. Seldom synced: a stream is as valid without the mark."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
         try:
             if not self.poisoned:
                 files.write_at(descriptor, [_END], self.offset)
+                if sync:
+                    files.sync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -179,6 +181,12 @@ def map_file(path: Path) -> memoryview:
         return memoryview(file.read_buffer())
 
 
+def begins_as_here(data: memoryview, schema: pa.Schema) -> bool:
+    """Whether a stream's schema message has the very bytes that this version of Arrow writes."""
+    own = _message_of(schema)
+    return data[: len(own)].tobytes() == own
+
+
 def scan(data: memoryview, name: str, bank_id: str, schema: pa.Schema) -> Scan:
     """Read every record of the stream ``name`` that its seal vouches for, whatever lies between them.
 
@@ -228,9 +236,8 @@ class _Reader:
 
     def first_record(self, found: Scan) -> int | None:
         """Return where to start: behind the schema, or at the first record when the schema is not what it was."""
-        own = _message_of(self.schema)
-        if self.data[: len(own)].tobytes() == own:
-            return len(own)
+        if begins_as_here(self.data, self.schema):
+            return len(_message_of(self.schema))
         place, following = self.after_schema(), self._next_record(found, 0)
         if place is not None and self._is_schema(self.data[:place].tobytes()):
             # Another version of Arrow may write it so; it is whole if what it says comes next is there.

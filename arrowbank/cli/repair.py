@@ -1,0 +1,35 @@
+"""``arrowbank repair``: mends what an open heals and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from arrowbank.cli.output import output_for
+from arrowbank.durable.session import Takeover
+from arrowbank.verification.repair import repair as repair_bank
+
+__all__ = ["repair"]
+
+
+def repair(
+    path: Annotated[Path, typer.Argument(help="The bank; nobody else may have it.", show_default=False)],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would be done.")] = False,
+    accept_damage: Annotated[
+        bool,
+        typer.Option("--accept-damage", help="Go on where a draw may be hidden, and without files that are missing."),
+    ] = False,
+    takeover: Annotated[Takeover, typer.Option(help="From whom to take the bank: as for RolloutBank.open.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Mend a damaged bank; what is damaged is kept in quarantine/. Exit code 0: healthy now, 1: damage is left."""
+    output = output_for(as_json=as_json)
+    with output.reading("repair") as on_progress:
+        report = repair_bank(
+            path, dry_run=dry_run, accept_damage=accept_damage, takeover=takeover, on_progress=on_progress
+        )
+    output.repaired(report)
+    if not report.is_healthy:
+        raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""Checking a bank without touching it, and mending one: ``verify`` and ``repair``."""

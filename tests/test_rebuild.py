@@ -1,0 +1,238 @@
+"""A lost manifest is made again: at whatever moment of a run it is lost, the bank comes back as with it.
+
+``python tests/test_rebuild.py --every-moment`` tries all moments; pytest takes some.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import token_group
+from corruptors import flip
+from machine import directory_in_memory
+from runs import kill, tree
+
+from arrowbank import BankNotFoundError, RolloutBank, repair, scan, verify
+from arrowbank.durable import files
+from arrowbank.durable.layout import BankPaths
+from arrowbank.durable.manifest import Manifest, read_manifest
+from arrowbank.verification.flipped import flipped_back
+
+EVERY = 3
+"""One of so many moments is tried by pytest."""
+
+WATCHED = ("publish", "replace", "remove", "repoint", "publish_directory", "remove_directory")
+"""What changes the names of a bank."""
+
+
+def moments(path: Path, into: Path) -> list[Path]:
+    """Copies of a bank as a kill may leave it: after each change of its names, in a run with all that there is."""
+    found: list[Path] = []
+
+    def watch(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*given: Any, **named: Any) -> Any:
+            result = change(*given, **named)
+            found.append(into / f"{len(found):04d}")
+            shutil.copytree(path, found[-1], symlinks=True)
+            return result
+
+        return changed
+
+    with pytest.MonkeyPatch.context() as watching:
+        for name in WATCHED:
+            watching.setattr(files, name, watch(getattr(files, name)))
+        a_run(path)
+    return found
+
+
+def a_run(path: Path) -> None:
+    """Archives, merges, carries, evicts, goes back below the archive, and goes on on another line."""
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        train(bank, range(6))
+    with kill(path, keep_checkpoints=1) as bank:
+        bank.restore(4)
+        train(bank, range(4, 7))
+        bank.restore(2)
+        train(bank, range(2, 5))
+
+
+def train(bank: RolloutBank, iterations: range) -> None:
+    for at in iterations:
+        bank.begin_iteration(at)
+        uids = [bank.append(token_group(100 * bank.session + 10 * at + number, members=2)) for number in range(4)]
+        bank.evict(uids[3:], "stale")
+        bank.mark_consumed(uids[:2], at, span=1 + at % 2, state=b"%d" % at)  # the third one waits
+        bank.checkpoint(at + 1, wait=True)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a bank hands back."""
+
+    draws: list[Any]
+    pending: list[str]
+    rows: list[Any]
+
+
+def outcome(root: Path, iteration: int) -> Outcome:
+    with kill(root) as bank:
+        restored = bank.restore(iteration)
+        draws = [
+            (draw.iteration, draw.index, [str(group.uid) for group in draw.groups], draw.span, draw.offset, draw.state)
+            for draw in restored.draws
+        ]
+        pending = sorted(str(group.uid) for group in restored.take(10**6))
+    columns = ["group_uid", "member_index", "consumed_iteration", "outcome", "evict_reason"]
+    rows = scan(root).to_arrow().select(columns).to_pylist()
+    return Outcome(draws, pending, sorted(rows, key=repr))
+
+
+def copies(found: list[Path], shared: Path) -> Iterator[tuple[Path, Path, Manifest]]:
+    """Yield each moment twice: as it was, and without the manifest."""
+    for moment in found:
+        if not (moment / "MANIFEST.json").exists():
+            continue
+        whole, lost = shared / "whole", shared / "lost"
+        for copy in (whole, lost):
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(moment, copy, symlinks=True)
+        (lost / "MANIFEST.json").unlink()
+        yield whole, lost, read_manifest(BankPaths(moment))
+
+
+def lose(found: list[Path], shared: Path) -> tuple[int, int]:
+    """Lose the manifest at these moments; return how often it was made again, and how often it could not be."""
+    rebuilt, lost_for_good = 0, 0
+    for whole, lost, manifest in copies(found, shared):
+        before = tree(lost)
+        try:
+            report = repair(lost, takeover="force")
+        except BankNotFoundError:  # nothing was in it yet
+            lost_for_good += 1
+            continue
+        if not report.is_healthy:
+            assert not manifest.files, str(report)  # then nothing but the manifest had the bank's id
+            assert tree(lost) == before
+            lost_for_good += 1
+            continue
+        rebuilt += 1
+        assert verify(lost).is_healthy
+        assert read_manifest(BankPaths(lost)).bank_id == manifest.bank_id
+        newest = max(checkpoints(whole), default=0)
+        for iteration in {0, newest // 2, newest}:
+            mine, theirs = shared / "mine", shared / "theirs"
+            for source, copy in ((lost, mine), (whole, theirs)):
+                shutil.rmtree(copy, ignore_errors=True)
+                shutil.copytree(source, copy, symlinks=True)
+            assert outcome(mine, iteration) == outcome(theirs, iteration), iteration
+    return rebuilt, lost_for_good
+
+
+def test_at_every_moment_of_a_run_the_bank_comes_back_as_with_its_manifest(path: Path, shared: Path) -> None:
+    found = moments(path, shared / "moments")
+    rebuilt, lost_for_good = lose(found[::EVERY], shared)
+    assert rebuilt > 20 and lost_for_good < 15
+
+
+def checkpoints(root: Path) -> list[int]:
+    """The checkpoints of the newest line."""
+    with kill(root) as bank:
+        lines = bank._ledger.state.history.lines
+        return lines[max(lines)].checkpoints.newest(1) if lines else []
+
+
+def test_a_flipped_bit_of_a_manifest_is_flipped_back(path: Path) -> None:
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        train(bank, range(3))
+    manifest, text = read_manifest(BankPaths(path)), (path / "MANIFEST.json").read_bytes()
+    wrong = [bit for bit in range(0, 8 * len(text), 13) if flipped_back(flip(text, bit)) != manifest]
+    assert wrong == []
+    (path / "MANIFEST.json").write_bytes(flip(text, 8 * text.index(b"format_version")))
+    assert repair(path).is_healthy
+    assert read_manifest(BankPaths(path)).files == manifest.files
+
+
+def test_a_manifest_that_the_files_leave_in_doubt_is_not_made_again(path: Path) -> None:
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        train(bank, range(3))
+    paths = BankPaths(path)
+    manifest = read_manifest(paths)
+    paths.manifest.unlink()
+    archived = paths.version(manifest.version) / manifest.files[0].name
+    data = archived.read_bytes()
+
+    def why_not() -> str:
+        before = tree(path)
+        (found,) = (found for found in repair(path).left if found.path == "MANIFEST.json")
+        assert tree(path) == before
+        return found.advice
+
+    archived.write_bytes(flip(data, 8 * (len(data) // 3)))
+    assert "is damaged" in why_not()
+    archived.write_bytes(data)
+    shutil.copy(archived, archived.with_name("c000099-s0001.parquet"))
+    assert "in several files" in why_not()
+    archived.with_name("c000099-s0001.parquet").unlink()
+    parts = {part: part.read_bytes() for part in paths.journal.iterdir()}
+    for part in parts:
+        part.unlink()
+    assert "journal" in why_not()
+    for part, content in parts.items():
+        part.write_bytes(content)
+    shutil.copytree(paths.version(manifest.version), paths.version(99))
+    paths.archive.unlink()
+    assert "versions" in why_not()
+    shutil.rmtree(paths.version(99))
+    assert repair(path).is_healthy
+
+
+def test_a_manifest_of_a_bank_that_archived_nothing_is_found_in_what_is_left_of_it(path: Path) -> None:
+    with RolloutBank.open(path) as bank:
+        bank.restore(0)
+        uid = bank.append(token_group(1))
+    text = (path / "MANIFEST.json").read_bytes()
+    (path / "MANIFEST.json").write_bytes(text[: text.index(b"schema_hash")])
+    assert repair(path).is_healthy
+    with RolloutBank.open(path) as bank:
+        (group,) = bank.restore(0).take()
+        assert group.uid == uid
+    (path / "MANIFEST.json").unlink()
+    shutil.rmtree(path / "quarantine")  # a copy of what was left is there
+    (left,) = repair(path).left
+    assert "id is lost" in left.advice
+
+
+def test_a_lost_manifest_in_the_place_of_which_something_else_stands(path: Path) -> None:
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        train(bank, range(3))
+    (path / "MANIFEST.json").unlink()
+    (path / "MANIFEST.json").symlink_to("/dev/zero")
+    assert repair(path).is_healthy
+    notes = [json.loads(note.read_text()) for note in (path / "quarantine").glob("moved-*.json")]
+    assert [note["file"] for note in notes] == ["MANIFEST.json"]
+
+
+def _every_moment() -> None:
+    with directory_in_memory() as directory:
+        found = moments(directory / "bank", directory / "moments")
+        rebuilt, lost_for_good = lose(found, directory)
+    print(f"{len(found)} moments: made again at {rebuilt}, not possible at {lost_for_good}")
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["--every-moment"]:
+            _every_moment()
+        case _:
+            sys.exit("usage: test_rebuild.py --every-moment")
