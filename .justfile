@@ -16,6 +16,9 @@ test *args:
 coverage:
     python -m pytest --cov --cov-report=term-missing
 
+crash *args:
+    python -m tests.crash {{args}}
+
 bench *args:
     python -m pytest benchmarks {{args}}
 
