@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 from corruptors import SEED
-from damaged_banks import child, contents, copy, make_whole, restore, small
+from damaged_banks import Model, child, contents, copy, make_whole, restore, small
 from hostile import HOSTILE
 from machine import directory_in_memory
 
-from arrowbank import ArrowbankError, CorruptRecordError, RolloutBank, scan
+from arrowbank import ArrowbankError, CorruptRecordError, RolloutBank, repair, scan, verify
 
 SAMPLE = 150
 
@@ -81,6 +81,38 @@ def _steps(root: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "open again", lambda: RolloutBank.open(root, takeover="force").close()
 
 
+def _mending_steps(root: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What who doubts a bank does with it."""
+
+    def unchanged(step: Callable[[], object]) -> None:
+        before = _stamps(root)
+        try:
+            step()
+        finally:
+            if _stamps(root) != before:
+                raise AssertionError("something was written")
+
+    yield "verify", lambda: unchanged(lambda: str(verify(root)))
+    yield "repair, dry", lambda: unchanged(lambda: str(repair(root, dry_run=True)))
+    yield "repair", lambda: repair(root, takeover="force")
+    yield "repair and accept", lambda: repair(root, takeover="force", accept_damage=True)
+    yield "verify again", lambda: verify(root)
+    yield "repair again", lambda: _idle(root)
+
+
+def _idle(root: Path) -> None:
+    before = _stamps(root)
+    report = repair(root, takeover="force", accept_damage=True)
+    if report.is_healthy and _stamps(root) != before:
+        raise AssertionError("the second repair wrote something")
+
+
+def _stamps(root: Path) -> dict[str, tuple[int, int, int]]:
+    """Inode, time and size of everything in a bank: some of it is too large to be read."""
+    found = [(path, path.lstat()) for path in (root, *root.rglob("*"))]
+    return {str(path): (status.st_ino, status.st_mtime_ns, status.st_size) for path, status in found}
+
+
 def _tried(step: Callable[[], Any]) -> str | None:
     """Do a step; return what is wrong with how it ended, or None."""
     try:
@@ -112,8 +144,22 @@ def _hostile(directory: Path, names: list[str]) -> None:
         wrong = [f"{step}: {said}" for step, do in _steps(root) if (said := _tried(do))]
         if contents(outside) != before:
             wrong.append("something outside of the bank was touched")
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+        wrong += _mended(model, directory / "mended", name)
         faulthandler.cancel_dump_traceback_later()
         print(json.dumps({"wrong": wrong, "seconds": round(time.monotonic() - started, 2)}), flush=True)
+
+
+def _mended(model: Model, directory: Path, name: str) -> list[str]:
+    """Verify and repair another copy; return what was wrong with how that ended."""
+    shutil.rmtree(directory, ignore_errors=True)
+    root, outside = copy(model, directory / "bank"), directory / "outside"
+    outside.mkdir()
+    (outside / "victim").write_text("not to be touched")
+    HOSTILE[name](root, outside)
+    before = contents(outside)
+    wrong = [f"{step}: {said}" for step, do in _mending_steps(root) if (said := _tried(do))]
+    return wrong if contents(outside) == before else [*wrong, "repair touched something outside of the bank"]
 
 
 def _outcomes(directory: Path, names: Iterable[str]) -> dict[str, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,18 @@ from arrowbank.cli.output import output_for
 from arrowbank.durable.session import Takeover
 from arrowbank.verification.repair import repair as repair_bank
 
-__all__ = ["repair"]
+__all__ = ["From", "repair"]
+
+
+class From(StrEnum):
+    """From whom the bank is taken."""
+
+    AUTO = "auto"
+    NEVER = "never"
+    FORCE = "force"
+
+
+_TAKEOVERS: dict[From, Takeover] = {From.AUTO: "auto", From.NEVER: "never", From.FORCE: "force"}
 
 
 def repair(
@@ -21,14 +33,14 @@ def repair(
         bool,
         typer.Option("--accept-damage", help="Go on where a draw may be hidden, and without files that are missing."),
     ] = False,
-    takeover: Annotated[Takeover, typer.Option(help="From whom to take the bank: as for RolloutBank.open.")] = "auto",
+    takeover: Annotated[From, typer.Option(help="From whom to take the bank, as for RolloutBank.open.")] = From.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Mend a damaged bank; what is damaged is kept in quarantine/. Exit code 0: healthy now, 1: damage is left."""
     output = output_for(as_json=as_json)
     with output.reading("repair") as on_progress:
         report = repair_bank(
-            path, dry_run=dry_run, accept_damage=accept_damage, takeover=takeover, on_progress=on_progress
+            path, dry_run=dry_run, accept_damage=accept_damage, takeover=_TAKEOVERS[takeover], on_progress=on_progress
         )
     output.repaired(report)
     if not report.is_healthy:

@@ -26,6 +26,7 @@ from arrowbank.durable.layout import ArchiveName, BankPaths
 from arrowbank.durable.manifest import ArchiveFile, Manifest
 from arrowbank.durable.segment import NOT_A_GROUP
 from arrowbank.errors import CorruptionError
+from arrowbank.verification.places import status_of
 from arrowbank.verification.report import Counts, Finding, Mending, counted, damage
 
 __all__ = [
@@ -95,13 +96,12 @@ def check_archive(
     directory = paths.version(manifest.version)
     for file in wanted_files(manifest):
         path = directory / file.name
-        try:
-            status = path.lstat()
-            key = (file, status.st_ino, status.st_mtime_ns, status.st_size)
-        except (FileNotFoundError, NotADirectoryError):
+        status = status_of(path)
+        if status is None:
             found.is_whole = False
             found.findings.append(_missing(paths, path, file, copies))
             continue
+        key = (file, status.st_ino, status.st_mtime_ns, status.st_size)
         if key not in cache:
             cache[key] = check_file(paths, path, file, copies)
         passed(status.st_size)
@@ -130,20 +130,20 @@ def check_file(paths: BankPaths, path: Path, file: ArchiveFile, copies: Copies) 
             if file is EMPTY_FILE:
                 _require_as_written(descriptor)
             elif descriptor_digest(descriptor) != (file.digest, file.nbytes):
-                raise CorruptionError(path, "its digest is not the one in the manifest")
+                return _damaged(paths, name, file, "its digest is not the one in the manifest", copies)
             opened = f"/proc/self/fd/{descriptor}"
             check_content(opened, path, file)
             held = rows_in(opened)
     except CorruptionError as error:
-        return _damaged(paths, name, file, error.reason, copies)
+        return _damaged(paths, name, file, error.reason)
     except NOT_A_GROUP as error:
         if isinstance(error, FileNotFoundError):
             raise
-        return _damaged(paths, name, file, f"it cannot be read ({error})", copies)
+        return _damaged(paths, name, file, f"it cannot be read ({error})")
     told = (file.rows, file.groups, file.last_end)
     if (held.rows, len(held.uids), held.last_end) != told:
         reason = f"{held.rows} rows, {len(held.uids)} groups, end {held.last_end}: the manifest says {told}"
-        return _damaged(paths, name, file, reason, copies)
+        return _damaged(paths, name, file, reason)
     return held
 
 
@@ -202,10 +202,10 @@ def _missing(paths: BankPaths, path: Path, file: ArchiveFile, copies: Copies) ->
     return _damaged(paths, str(path.relative_to(paths.root)), file, reason, copies)
 
 
-def _damaged(paths: BankPaths, name: str, file: ArchiveFile, reason: str, copies: Copies) -> Finding:
+def _damaged(paths: BankPaths, name: str, file: ArchiveFile, reason: str, copies: Copies | None = None) -> Finding:
     if file is EMPTY_FILE:
         return damage(name, reason, "repair writes it anew", Mending.REPAIR)
-    copy = copies.find(file)
+    copy = None if copies is None else copies.find(file)
     if copy is not None:
         return damage(name, reason, f"repair puts it back: {copy.relative_to(paths.root)} is it", Mending.REPAIR)
     held = f"it held {counted(file.groups, 'group')}, {counted(file.rows, 'row')}, of before iteration {file.last_end}"
@@ -227,12 +227,12 @@ class Copies:
     def __init__(self, paths: BankPaths, manifest: Manifest) -> None:
         self._paths = paths
         self._named = Counter(file.digest for file in manifest.files)
-        """No file is to be there twice: a manifest that says so is not arrowbank's."""
+        """No file is to be there twice, nor that without rows named: a manifest that says so is not arrowbank's."""
         self._by_size: dict[int, list[Path]] | None = None
 
     def find(self, file: ArchiveFile) -> Path | None:
         """Return a file that is byte for byte the one that the manifest names."""
-        if self._named[file.digest] != 1:
+        if self._named[file.digest] != 1 or file.name == EMPTY_FILE.name:
             return None
         if self._by_size is None:
             self._by_size = self._sizes()

@@ -6,6 +6,7 @@ did not put there is a note.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from arrowbank.durable.session import Holder, read_claim, read_lock
 from arrowbank.errors import CorruptionError
 from arrowbank.verification.report import Finding, Mending, damage, note
 
-__all__ = ["KnownPaths", "check_archive_link", "check_places", "check_sessions", "strangers"]
+__all__ = ["KnownPaths", "check_archive_link", "check_places", "check_sessions", "status_of", "strangers"]
 
 _MOVED = "repair moves it into quarantine/"
 _BEHIND_LINK = "Put the directory itself in its place: repair does not follow links, nor take it from behind one"
@@ -237,11 +238,19 @@ def _is(path: Path, is_kind: Callable[[int], bool]) -> bool:
     return mode is not None and is_kind(mode)
 
 
-def _kind(path: Path) -> int | None:
+def status_of(path: Path) -> os.stat_result | None:
+    """Return what stands at a path, a link itself; None when nothing does, or it cannot be got to. Raises OSError."""
     try:
-        return path.lstat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        return path.lstat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return None
+        raise
+
+
+def _kind(path: Path) -> int | None:
+    status = status_of(path)
+    return None if status is None else status.st_mode
 
 
 def _leads_to_a_directory(path: Path) -> bool:

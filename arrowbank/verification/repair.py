@@ -36,6 +36,9 @@ from arrowbank.verification.verify import Look, Looker, Progress
 
 __all__ = ["repair"]
 
+_COPIED_BYTES = 1 << 24
+"""What is larger in the place of the manifest is moved rather than copied."""
+
 
 def repair(
     path: str | Path,
@@ -123,9 +126,9 @@ class _Repair:
         return look
 
     def _make_room_for_a_claim(self) -> None:
-        """Move away what is no directory where claims are made. A claim that is a link or the like is none."""
+        """Move away what stands where directories, claims and LOCK do: without these nothing can be claimed."""
         paths = self._paths
-        places = {paths.quarantine, paths.sessions, paths.tmp, paths.lock}
+        places = {*paths.directories, paths.lock}
         places |= {*map(paths.claim, paths.claimed_sessions()), *map(paths.session_tmp, paths.tmp_sessions())}
         found = {path: reason for path, reason in strangers(paths, None) if path in places}
         if found:
@@ -149,7 +152,10 @@ class _Repair:
         self._mend_archive(manifest, claim)
         if look.rebuilt is not None:
             self._keep_retired(manifest, claim)
-            if paths.manifest.exists():
+            size = paths.manifest.stat().st_size if paths.manifest.exists() else 0
+            if size > _COPIED_BYTES:
+                move_aside(paths, paths.manifest, "not the manifest, which was made again", claim.tmp)
+            elif size:
                 keep_copy(paths, paths.manifest, "the manifest, which was made again", claim.tmp)
             claim.check()
             write_manifest(paths, manifest, claim.tmp)

@@ -62,12 +62,18 @@ class Finding:
 
 def damage(path: str, reason: str, advice: str = "", mending: Mending = Mending.NONE, **more: Any) -> Finding:
     """Return a finding that makes a bank damaged."""
-    return Finding(Severity.DAMAGE, path, reason, advice, mending=mending, **more)
+    return Finding(Severity.DAMAGE, path, _on_one_line(reason), advice, mending=mending, **more)
 
 
 def note(path: str, reason: str, advice: str = "", mending: Mending = Mending.NONE, **more: Any) -> Finding:
     """Return a finding that is information."""
-    return Finding(Severity.NOTE, path, reason, advice, mending=mending, **more)
+    return Finding(Severity.NOTE, path, _on_one_line(reason), advice, mending=mending, **more)
+
+
+def _on_one_line(reason: str) -> str:
+    """What libraries and strangers say may hold line breaks, and what terminals obey."""
+    line = " ".join(reason.split())
+    return line if line.isprintable() else line.encode("unicode_escape").decode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from arrowbank.errors import (
 )
 from arrowbank.verification.archived import ArchiveCheck, Rows, check_archive, wanted_files
 from arrowbank.verification.live import LiveCheck, Quarantined, check_live, check_quarantine, check_superseded
-from arrowbank.verification.places import KnownPaths, check_archive_link, check_places, check_sessions
+from arrowbank.verification.places import KnownPaths, check_archive_link, check_places, check_sessions, status_of
 from arrowbank.verification.rebuild import Rebuilt, UnclearError, is_old_copy, rebuild
 from arrowbank.verification.report import Counts, Finding, Mending, VerifyReport, damage, distinct
 
@@ -190,7 +190,5 @@ def _looks_like_a_bank(paths: BankPaths) -> bool:
 
 
 def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
+    status = status_of(path)
+    return 0 if status is None else status.st_size
