@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from disks import Disk, ext4, remount
 from machine import require_mounts, require_root
-from small_disks import SCENARIO, Disk, Model, Step, Trainer, call, ext4, find_problem, remount, run
+from small_disks import SCENARIO, Model, Step, Trainer, call, find_problem, run
 from small_disks import tmpfs as mounted_tmpfs
 
 from arrowbank import FencedError, RolloutBank, scan

@@ -21,9 +21,9 @@ from builders import token_group
 from corruptors import SEED
 from damaged_banks import Model, copy, make_whole
 from damages import NAMED
+from disks import remount, tmpfs
 from machine import directory_in_memory, require_mounts, require_root
 from runs import archive_three, kill, train, tree
-from small_disks import remount, tmpfs
 
 from arrowbank import BankNotFoundError, FormatVersionError, RolloutBank, VerifyReport, scan, verify
 from arrowbank.durable import manifest as manifest_module

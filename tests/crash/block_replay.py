@@ -22,10 +22,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from disks import mounted, run_program
 from forked import Server
 from kill_loop import Followed, KillLoop, start_server
 from kill_model import Model, Violation
-from small_disks import mounted, run_program
 
 from crash.block_log import DISK, Flush, Write, read_log
 

@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from disks import Disk, in_image
 from kill_loop import COMPACTION, Followed, KillLoop
 from kill_model import Model, Violation
-from small_disks import Disk, in_image
 
 __all__ = ["FILE_SYSTEMS", "PowerCuts", "cut_often"]
 
