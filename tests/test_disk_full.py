@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 from disks import Disk, ext4, remount
+from disks import tmpfs as mounted_tmpfs
 from machine import require_mounts, require_root
 from small_disks import SCENARIO, Model, Step, Trainer, call, find_problem, run
-from small_disks import tmpfs as mounted_tmpfs
 
 from arrowbank import FencedError, RolloutBank, scan
 from arrowbank.archive import merging
