@@ -125,9 +125,14 @@ class RolloutBank(Appends):
         state = read_state(self._paths, manifest)
         self._iteration = 0
         self._journal = Journal(self._paths, manifest.bank_id, claim.session, claim.check, state.facts)
-        abandon = self._journal.abandon
         self._appender = Appender(
-            self._paths, manifest.bank_id, claim.session, MAIN, check_fence=claim.check, abandon=abandon
+            self._paths,
+            manifest.bank_id,
+            claim.session,
+            MAIN,
+            check_fence=claim.check,
+            abandon=self._journal.abandon,
+            begin=self._journal.begin,
         )
         has_groups = bool(state.groups) or bool(manifest.files)
         self._ledger = Ledger(

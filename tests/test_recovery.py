@@ -13,6 +13,7 @@ from builders import token_group
 from runs import kill, tree
 
 from arrowbank import CorruptionError, CorruptRecordError, RolloutBank
+from arrowbank.durable.journal import JOURNAL_SCHEMA
 from arrowbank.durable.layout import BankPaths
 from arrowbank.durable.manifest import read_manifest
 from arrowbank.durable.recovery import State, read_state
@@ -331,3 +332,51 @@ def test_what_a_killed_session_left_is_synced_before_a_restore_counts_on_it(
         assert [group.uid for group in again.restore(0).pending["math"]] == [uid]
         monkeypatch.undo()
         assert left <= set(synced)
+
+
+@pytest.mark.parametrize("kept", ["nothing", "another part"])
+def test_the_journal_of_a_session_that_has_appended_is_missed(path: Path, kept: str) -> None:
+    """It was there before any segment; draws that it told of must not be made again without a word."""
+    uids = make(path, close=False)
+    only(path / "journal").unlink()
+    if kept == "another part":  # of a session that went no further
+        with RolloutBank.open(path, takeover="force"):
+            pass
+    with RolloutBank.open(path, takeover="force") as bank:
+        with pytest.raises(CorruptRecordError, match=r"records that were here are missing.*may be hidden"):
+            bank.restore(0)
+        restored = bank.restore(0, accept_damage=True)
+        assert [group.uid for group in restored.pending["math"]] == uids
+        assert len(restored.report.corrupt) == 1
+
+
+def test_a_session_that_has_only_appended_has_a_journal_and_misses_nothing(path: Path) -> None:
+    bank = RolloutBank.open(path)
+    uid = bank.append(token_group(1))
+    assert only(path / "journal").stat().st_size > 0
+    with kill(path) as again:
+        restored = again.restore(0)
+        assert [group.uid for group in restored.pending["math"]] == [uid]
+        assert restored.report.damage == ()
+
+
+@pytest.mark.parametrize("directory", ["journal", "segments"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_bytes_taken_out_of_a_file_that_nothing_has_sealed_are_damage(path: Path, directory: str, number: int) -> None:
+    """Those behind are whole and stand elsewhere: no kill and no power cut leaves that."""
+    make(path, close=False)
+    place = only(path / directory)
+    manifest = read_manifest(BankPaths(path))
+    schema = SEGMENT_SCHEMA if directory == "segments" else JOURNAL_SCHEMA
+    record = scan(map_file(place), place.name, manifest.bank_id, schema).records[number]
+    data = place.read_bytes()
+    fresh = path / "fresh"
+    fresh.write_bytes(data[: record.offset] + data[record.offset + len(record.message) :])
+    os.replace(fresh, place)
+    with RolloutBank.open(path, takeover="force") as bank:
+        if directory == "journal":
+            with pytest.raises(CorruptRecordError, match="may be hidden"):
+                bank.restore(0)
+        restored = bank.restore(0, accept_damage=directory == "journal")
+        assert [line for line in restored.report.corrupt if "records stand elsewhere" in line]
+        assert restored.report.torn == ()

@@ -41,8 +41,13 @@ HARMLESS = {
     "unknown files",
 }
 """What hurts nothing that was written."""
-TAILS = ("a bit of the last record", "cut in a middle record", "cut between two records", "cut in the last record",
-         "a middle record taken out", "junk behind", "a second stream behind the end mark")  # fmt: skip
+TAILS = (
+    "a bit of the last record",
+    "cut in a middle record",
+    "cut between two records",
+    "cut in the last record",
+    "junk behind",
+)
 LIKE_A_KILL = {f"{file}: {what}" for file in ("segment", "journal's last part") for what in TAILS}
 LIKE_A_KILL |= {"segments: one under a second name"}
 """What, in files that nobody has sealed or closed, looks as a kill may leave it."""

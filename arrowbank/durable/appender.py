@@ -60,9 +60,12 @@ class Appender:
         *,
         check_fence: Callable[[], None],
         abandon: Callable[[str, int, int], None] | None,
+        begin: Callable[[], None] | None = None,
         first_part: int = 0,
     ) -> None:
-        """abandon: tells the journal which records do not count; None: the next segment's first record does."""
+        """abandon: tells the journal which records do not count; None: the next segment's first record does.
+        begin: called before a segment is made, which then says that what was begun was there.
+        """
         self.template = MessageTemplate(SEGMENT_SCHEMA)
         self.arrived: deque[GroupRef] = deque()
         """Durable groups, in order, for the bank to take over."""
@@ -75,6 +78,7 @@ class Appender:
         self._paths, self._bank_id, self._session, self._writer = paths, bank_id, session, writer
         self._check_fence = check_fence
         self._abandon = abandon
+        self._begin = begin
         self._first_part = first_part
         self._lock = threading.Lock()
         """Held by the one who writes."""
@@ -258,6 +262,8 @@ class Appender:
 
     def _open(self, iteration: int) -> tuple[SegmentName, StreamWriter]:
         tmp = self._paths.session_tmp(self._session)
+        if self._begin is not None:
+            self._begin()
         while True:
             part = self._parts.get(iteration, self._first_part)
             self._parts[iteration] = part + 1

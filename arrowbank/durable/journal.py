@@ -181,6 +181,15 @@ class Journal:
         self._abandoned: list[Abandoned] = []
         """Told with the next entries, because telling failed or because a write of the journal itself did."""
 
+    def begin(self) -> None:
+        """Make the first part, unless it is there: a session that has segments has a journal, or it was lost.
+
+        Raises OSError, FencedError.
+        """
+        with self._lock:
+            if not self._part:
+                self._ready()
+
     def write(self, entries: Sequence[Entry]) -> None:
         """Make entries durable with one sync. Raises OSError, FencedError; then none of them counts."""
         with self._lock:

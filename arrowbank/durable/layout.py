@@ -72,8 +72,11 @@ Reading: a seal is checked over the raw bytes before anything parses them; the s
 columns are these. Where no record starts that is sealed for this place, or zeros or an end have bytes behind them, look
 on for the next record whose seal names the very offset where it stands and a higher number. What lies in between is
 damage; numbers that are missing are records lost. Without anything good behind it, it is a torn tail, as a kill leaves
-it; and so it is inside an append (F of the next record is not behind it) which nothing, neither a later append nor an
-end, shows to be finished.
+it, unless a record stands there whole, sealed for another place of this file: bytes before it are gone. A torn tail is
+also inside an append (F of the next record is not behind it) which nothing, neither a later append nor an end, shows to
+be finished.
+
+A session's journal is begun before its first segment, so a session that has segments and no journal has lost it.
 
 A record counts unless a journal entry says otherwise: ``abandoned`` (its append failed), or ``sealed`` with a count
 that its number is not below (written by somebody who had lost his place). Writers other than "main" have no journal: of
@@ -161,8 +164,9 @@ Downsides
 
 A seal costs 270 bytes a record. A record cannot be moved to another place or file without sealing it again. The schema
 message is covered by no seal: it costs nothing when it is damaged, and no other reader than arrowbank knows. Damage to
-the last record of a file that nobody has sealed or closed cannot be told from a torn tail. A file that was never sealed
-and is gone as a whole is not missed, but for its groups in draws.
+the last record of a file that nobody has sealed or closed cannot be told from a torn tail. A segment that was never
+sealed and is gone as a whole is not missed, but for its groups in draws; nor is a journal whose segments are all gone
+with it.
 """
 
 from __future__ import annotations

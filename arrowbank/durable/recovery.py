@@ -89,7 +89,7 @@ def _read_journals(paths: BankPaths, manifest: Manifest, state: State, passed: C
         for _, entry in part.entries:
             state.facts.add(entry)
     state.damage += [place for part in parts for place in part.damage]
-    _note_missing_parts(base, parts, state)
+    _note_missing_parts(base, parts, state, {name.session for name in live_segments(paths, manifest)})
     for part in parts:
         for record, entry in part.entries:
             if not isinstance(entry, Snapshot) and state.facts.counts(str(part.name), record.sequence):
@@ -121,12 +121,14 @@ def _judge(part: _Part, state: State) -> None:
     state.hidden[:0] = [(place, _iterations_around(place, part.entries)) for place in hiding]
 
 
-def _note_missing_parts(base: JournalName | None, parts: list[_Part], state: State) -> None:
-    """A part is missing when a later one of its session is there, or an entry speaks of its records."""
+def _note_missing_parts(base: JournalName | None, parts: list[_Part], state: State, appended: set[int]) -> None:
+    """A part is missing when a later one of its session is there, or an entry speaks of its records; the first one,
+    too, when its session has ``appended``: it was made before.
+    """
     there = {part.name for part in parts}
     told = {name for name in map(JournalName.parse, state.facts.records) if name is not None}
     abandoned = set(map(JournalName.parse, state.facts.abandoned))
-    missing = told - there
+    missing = (told | {JournalName(session, 0) for session in appended - {name.session for name in there}}) - there
     expected: dict[int, int] = {} if base is None else {base.session: base.part}
     for name in sorted(there):
         gap = range(expected.get(name.session, 0), name.part)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _ZEROS = bytes(PREFIX.size)
 _END = PREFIX.pack(0xFFFFFFFF, 0)
 _CONTINUATION = 0xFFFFFFFF
 _HEADER_BYTES = 1 << 16
+_MOST_DISPLACED = 16
 _STEP = 1 << 20
 """Bytes that are looked at at once, however large a file is."""
 _UID = re.compile(r"[0-9a-f]{32}")
@@ -341,11 +343,37 @@ class _Reader:
 
     def _note(self, found: Scan, place: int, reason: str, following: Record | None, *, torn: bool) -> int | None:
         """Note damage that reaches up to the following record, and return that one's place."""
+        if torn and self._is_displaced(place):
+            torn, reason = False, "records stand elsewhere than where they were written"
         end = len(self.data) if following is None else following.offset
         lost = None if following is None else following.sequence - _last_sequence(found) - 1
         uid = None if torn else self._uid_at(place)
         found.damage.append(Damage(self.name, place, end - place, reason, torn, lost, uid))
         return None if following is None else following.offset
+
+    def _is_displaced(self, behind: int) -> bool:
+        """Whether a whole record stands behind there, and not where it was written: nothing that was not finished
+        leaves that. Looks at a few only: forged ones may be many.
+        """
+        for sealed in islice(self._seals(behind), _MOST_DISPLACED):
+            for start in self._starts_before(sealed.place):
+                message = self.data[start : start + sealed.length]
+                is_whole = sealed.place + len(seal.BLANK) - start <= sealed.length == len(message)
+                place = sealed.place - start
+                if is_whole and start != sealed.offset and seal.verify(message, sealed, self.bound, place):
+                    return True
+        return False
+
+    def _starts_before(self, place: int) -> Iterator[int]:
+        """Yield where a message may start whose header has a seal at ``place``, nearest first."""
+        low = max(0, place - _HEADER_BYTES)
+        header, mark = bytes(self.data[low:place]), _CONTINUATION.to_bytes(4, "little")
+        at = header.rfind(mark)
+        for _ in range(_MOST_DISPLACED):
+            if at < 0:
+                return
+            yield low + at
+            at = header.rfind(mark, 0, at)
 
     def _uid_at(self, place: int) -> str | None:
         """Return the uid in a damaged record's head, if there is one of the form that arrowbank gives."""
