@@ -13,6 +13,24 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the helpers of all tests
 
 from crash import states
 from crash.instruments import INSTRUMENTS
+from crash.planted import PLANTED, Tracers
+
+
+def _plant(seed: int) -> int:
+    """Print which instrument caught which planted fault, and what it said."""
+    missed = 0
+    print(f"{'instrument':12} {'seconds':>8}  planted fault, and what was said of it; seed {seed}", flush=True)
+    with Tracers() as tracers:
+        for planted in PLANTED:
+            started = time.monotonic()
+            caught = planted.search(tracers, seed)
+            missed += not caught
+            said = " ".join((caught or "NOT CAUGHT").split())[:140]
+            print(
+                f"{planted.instrument:12} {time.monotonic() - started:8.1f}  {planted.fault}\n{'':23}{said}", flush=True
+            )
+    print(f"{len(PLANTED)} planted, {missed} not caught")
+    return 1 if missed else 0
 
 
 def main() -> int:
@@ -28,9 +46,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of every choice; drawn and printed when not given")
     parser.add_argument("--instrument", choices=INSTRUMENTS, action="append", help="all of them when not given")
     parser.add_argument("--replay", metavar="NUMBER", help="look at one crash state again, with the seed it came from")
+    parser.add_argument("--planted", action="store_true", help="plant faults, and see that each is caught")
     options = parser.parse_args()
     options.seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     logging.getLogger("arrowbank").setLevel(logging.CRITICAL)
+    if options.planted:
+        return _plant(options.seed)
     if options.replay is not None:
         found = states.replay(options.replay, options.seed)
         print("\n".join(found) or "nothing is broken")

@@ -1,4 +1,4 @@
-"""A sample of the power cuts, and a fault that they see."""
+"""A sample of the power cuts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from kill_loop import a_seed, telling_the_seed
-from kill_model import Violation
 from machine import directory_in_memory, require_fuse, require_mounts
 
 from crash.block_replay import record, replay
@@ -33,21 +32,8 @@ def test_what_is_acknowledged_outlives_power_cuts(in_memory: Path, file_system: 
         assert cut_often(in_memory, file_system, 24, seed) > 500
 
 
-@on_each
-def test_the_cuts_see_groups_acknowledged_before_they_are_durable(in_memory: Path, file_system: str) -> None:
-    with pytest.raises(Violation):
-        cut_often(in_memory, file_system, 12, seed=a_seed(), fault="sync-nothing")
-
-
 def test_what_is_acknowledged_outlives_disks_that_lose_any_unflushed_blocks(in_memory: Path) -> None:
     seed = a_seed()
     with telling_the_seed(seed):
         recording = record(in_memory, seed)
         assert replay(in_memory, recording, 20, seed) > 500
-
-
-def test_lost_blocks_show_groups_acknowledged_before_they_are_durable(in_memory: Path) -> None:
-    seed = a_seed()
-    recording = record(in_memory, seed, fault="sync-nothing")
-    with pytest.raises(Violation):
-        replay(in_memory, recording, 12, seed, fault="sync-nothing")
