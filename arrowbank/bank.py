@@ -281,8 +281,8 @@ class RolloutBank(Appends):
         try:
             self._ledger.finish()
             self._compactor.close()
-            self._journal.close()
-            self._begin_session(self._claim.renew())
+            ended = self._journal.close()
+            self._begin_session(self._claim.renew(ended))
         except BaseException:
             self._closed = True
             with contextlib.suppress(OSError):
@@ -408,13 +408,14 @@ class RolloutBank(Appends):
             self._let_go()
 
     def _let_go(self) -> None:
+        ended = None
         try:
             self._compactor.close()
-            self._journal.close()
+            ended = self._journal.close()
         except FencedError:
             pass  # told when it happened
         finally:
-            self._claim.release()
+            self._claim.release(ended)
             exits.forget(self)
 
 

@@ -114,29 +114,26 @@ def test_records_that_the_journal_says_were_there_are_lost_though_the_file_ends_
 
 
 def test_every_truncation_of_a_killed_banks_segment_opens(tmp_path: Path) -> None:
-    uids = make(tmp_path / "whole")
+    uids = make(tmp_path / "whole", close=False)  # a killed session did not tell how many records there were
     segment = only(tmp_path / "whole/segments")
-    journal = only(tmp_path / "whole/journal")
     edges = edges_of(tmp_path / "whole", segment)
     manifest = read_manifest(BankPaths(tmp_path / "whole"))
     data = segment.read_bytes()
-    entries = edges_of(tmp_path / "whole", journal)
-    os.truncate(journal, entries[-2])  # a killed session did not tell how many records there were
     for length in range(0, len(data), 97):
         segment.write_bytes(data[:length])
         state = read_state(BankPaths(tmp_path / "whole"), manifest)
         whole = sum(edge <= length for edge in edges[1:])
         assert list(state.groups) == uids[:whole]
         assert state.lost == {}
-        assert all(place.torn for place in state.damage)
+        assert all(place.torn == (length >= edges[0]) for place in state.damage)
 
 
 def test_a_torn_journal_is_no_reason_to_refuse(tmp_path: Path) -> None:
-    uids = make(tmp_path)
+    uids = make(tmp_path, close=False)
     journal = only(tmp_path / "journal")
     edges = edges_of(tmp_path, journal)
     os.truncate(journal, edges[2] + 100)  # in the middle of the second draw
-    with RolloutBank.open(tmp_path) as bank:
+    with RolloutBank.open(tmp_path, takeover="force") as bank:
         restored = bank.restore(0)
         assert [draw.iteration for draw in restored.draws] == [0]
         assert [group.uid for group in restored.pending["math"]] == uids[2:]
@@ -380,3 +377,36 @@ def test_bytes_taken_out_of_a_file_that_nothing_has_sealed_are_damage(path: Path
         restored = bank.restore(0, accept_damage=directory == "journal")
         assert [line for line in restored.report.corrupt if "records stand elsewhere" in line]
         assert restored.report.torn == ()
+
+
+@pytest.mark.parametrize("between", [0, 2])
+@pytest.mark.parametrize("cut", ["within", "before a record", "gone"])
+def test_a_journal_that_was_closed_has_no_torn_tail(path: Path, cut: str, between: int) -> None:
+    """LOCK says how many records it had, and so do the claims after it: of sessions that went no further, too."""
+    make(path)
+    journal = only(path / "journal")
+    edges = edges_of(path, journal)
+    if cut == "gone":
+        journal.unlink()
+    else:
+        os.truncate(journal, edges[2] + (100 if cut == "within" else 0))
+    for _ in range(between):
+        RolloutBank.open(path).close()
+    with RolloutBank.open(path) as bank:
+        with pytest.raises(CorruptRecordError, match="may be hidden"):
+            bank.restore(0)
+        bank.restore(0, accept_damage=True)
+    with RolloutBank.open(path) as bank:
+        bank.restore(0)
+
+
+def test_a_bank_that_was_closed_again_and_again_misses_nothing(path: Path) -> None:
+    make(path)
+    for number in range(3):
+        RolloutBank.open(path).close()
+        with RolloutBank.open(path) as bank:
+            restored = bank.restore(0)
+            assert (len(restored.draws), restored.report.damage) == (2, ())
+            for draw in restored.draws:
+                bank.mark_consumed([str(group.uid) for group in draw.groups], draw.iteration, state=draw.state)
+            bank.append(token_group(100 + number))

@@ -25,6 +25,7 @@ from arrowbank.columns import Columns
 from arrowbank.durable.layout import BankPaths, JournalName
 from arrowbank.durable.message import MessageTemplate
 from arrowbank.durable.segment import SegmentFacts
+from arrowbank.durable.session import JournalEnd
 from arrowbank.durable.stream import Damage, Record, StreamWriter, map_file, scan
 from arrowbank.errors import CorruptRecordError, FencedError
 
@@ -251,8 +252,11 @@ class Journal:
                 if self._stream is not None:
                     self._annul(self._stream, abandoned)
 
-    def close(self) -> None:
-        """Tell what is still to be told, and mark the end, durably: who reads LOCK looks for it."""
+    def close(self) -> JournalEnd | None:
+        """Tell what is still to be told, and mark the end, durably: whoever opens the bank next looks for it.
+
+        Returns how it ended; None without any part, or when the last one failed.
+        """
         try:
             if self._abandoned:
                 self.write(())
@@ -261,6 +265,9 @@ class Journal:
                 stream, self._stream = self._stream, None
                 if stream is not None:
                     stream.close(sync=True)
+        if stream is None or stream.poisoned:
+            return None
+        return JournalEnd.of(stream.path.name, stream.records)
 
     def _annul(self, stream: StreamWriter, abandoned: Abandoned) -> None:
         """Say in a file of a session that lost its place that what it just wrote does not count, if it still can."""

@@ -39,9 +39,11 @@ Every hash here is written in lower-case hexadecimal digits. The archive's rows 
 count from ``journal`` on, ordered by session, then part. Segments count that are not retired and, with the writer
 "carry", only when ``carried`` names them. Everything else was left by a crash and is taken away by the next open.
 
-LOCK is {"holder": {…}, "closed": bool}, a claim the holder alone: {session, host, boot, namespace, pid, started,
-since, token} (host name, boot id, pid namespace, pid, its start in ticks since boot, ISO 8601, random). Once it says
-closed, that session's last part of the journal has its end mark.
+LOCK is {"holder": {…}, "closed": bool, "journal": {…}}, a claim the holder alone: {session, host, boot, namespace, pid,
+started, since, token, journal} (host name, boot id, pid namespace, pid, its start in ticks since boot, ISO 8601,
+random). ``journal``, null where nothing is known, is {name, records, checksum}: how many records that part had when its
+session was closed, the last part of LOCK's own session, or of the session before the claim's; checksum is xxh3-64 of
+"<name> <records>". Until a journal says ``sealed`` of it, that many count.
 
 
 Streams

@@ -8,7 +8,7 @@ is told, and what came later, from somebody who had lost his place by then, does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -17,6 +17,7 @@ from arrowbank.durable.journal import Abandoned, Entry, Facts, Snapshot, read_jo
 from arrowbank.durable.layout import BankPaths, JournalName, SegmentName
 from arrowbank.durable.manifest import Manifest
 from arrowbank.durable.segment import GroupRef, abandoned_in, check_head, read_segment
+from arrowbank.durable.session import journal_ends
 from arrowbank.durable.snapshot import load_snapshot
 from arrowbank.durable.stream import Damage, Record, Scan
 from arrowbank.errors import CorruptRecordError
@@ -84,8 +85,9 @@ def _read_journals(paths: BankPaths, manifest: Manifest, state: State, passed: C
     state.records += sum(len(part.entries) for part in parts)
     if base is not None:
         _load_base(base, parts, state)
+    ended = _note_ends(paths, base, parts, state)
     for part in reversed(parts):  # a later session says how much of an earlier one's counts
-        _judge(part, state)
+        _judge(part, state, ended)
         for _, entry in part.entries:
             state.facts.add(entry)
     state.damage += [place for part in parts for place in part.damage]
@@ -105,7 +107,19 @@ class _Part:
     damage: list[Damage]
 
 
-def _judge(part: _Part, state: State) -> None:
+def _note_ends(paths: BankPaths, base: JournalName | None, parts: list[_Part], state: State) -> set[str]:
+    """Take in what LOCK and claims say of journals of closed sessions; return of which no journal says so yet."""
+    newest = max((part.name.session for part in parts), default=0)
+    ended = set()
+    for said in journal_ends(paths, newest):
+        name = JournalName.parse(said.name)
+        if name is not None and (base is None or name >= base) and said.name not in state.facts.records:
+            state.facts.records[said.name] = said.records
+            ended.add(said.name)
+    return ended
+
+
+def _judge(part: _Part, state: State, ended: Container[str]) -> None:
     """Say what a part's damage may hide, and leave out what came after it was sealed."""
     name, sealed = str(part.name), state.facts.records.get(str(part.name))
     found = part.entries[-1][0].sequence + 1 if part.entries else 0
@@ -116,8 +130,8 @@ def _judge(part: _Part, state: State) -> None:
         part.entries = [(record, entry) for record, entry in part.entries if record.sequence < sealed]
         part.damage = [place if place.lost is not None else replace(place, lost=0) for place in part.damage]
     hiding = [place for place in part.damage if not place.torn and place.lost != 0]
-    if sealed is None and not hiding:
-        state.unsealed[name] = found
+    if not hiding and (sealed is None or name in ended):
+        state.unsealed[name] = found if sealed is None else sealed
     state.hidden[:0] = [(place, _iterations_around(place, part.entries)) for place in hiding]
 
 

@@ -19,11 +19,12 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from arrowbank.durable import files
@@ -31,7 +32,10 @@ from arrowbank.durable.heartbeat import BEAT_S, Heartbeat, last_beat
 from arrowbank.durable.layout import LAST_SESSION, BankPaths
 from arrowbank.errors import BankLockedError, CorruptionError, FencedError
 
-__all__ = ["LEASE_S", "Claim", "Holder", "Lock", "Membership", "Takeover", "claim_session", "read_claim", "read_lock"]
+__all__ = [
+    "LEASE_S", "Claim", "Holder", "JournalEnd", "Lock", "Membership", "Takeover", "claim_session", "journal_ends",
+    "read_claim", "read_lock",
+]  # fmt: skip
 
 _log = logging.getLogger("arrowbank")
 
@@ -41,6 +45,30 @@ _ATTEMPTS = 16
 _MAX_BYTES = 1 << 16
 LEASE_S = 60.0
 """How long a heartbeat must stand still before its bank is taken over."""
+
+
+class JournalEnd(BaseModel):
+    """How a journal ended when its session was closed: whoever opens it finds so many records, or some are lost."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    """Its last part."""
+    records: int
+    checksum: str
+    """Of both; neither LOCK nor a claim has one of its own."""
+
+    @classmethod
+    def of(cls, name: str, records: int) -> JournalEnd:
+        return cls(name=name, records=records, checksum=cls._checksum(name, records))
+
+    @property
+    def is_whole(self) -> bool:
+        return self.records >= 0 and self.checksum == self._checksum(self.name, self.records)
+
+    @staticmethod
+    def _checksum(name: str, records: int) -> str:
+        return xxhash.xxh3_64_hexdigest(f"{name} {records}".encode())
 
 
 class Holder(BaseModel):
@@ -59,6 +87,8 @@ class Holder(BaseModel):
     since: str
     token: str
     """Random; tells this process's own handles apart."""
+    journal: JournalEnd | None = None
+    """Of the session before, if that was closed."""
 
     def __str__(self) -> str:
         return f"session {self.session}: process {self.pid} on {self.host}, since {self.since}"
@@ -84,6 +114,8 @@ class Lock(BaseModel):
 
     holder: Holder
     closed: bool = False
+    journal: JournalEnd | None = None
+    """Of the holder's session, once it is closed and if it has one."""
 
 
 class Membership:
@@ -132,10 +164,10 @@ class Claim(Membership):
     def tmp(self) -> Path:
         return self.paths.session_tmp(self.session)
 
-    def renew(self) -> Claim:
-        """Begin the next session of the same handle. Raises FencedError when somebody else has."""
+    def renew(self, journal: JournalEnd | None = None) -> Claim:
+        """Begin the next session of the same handle, whose journal ended so. Raises FencedError, when another has."""
         self.check()
-        claim = _try_claim(self.paths, self.session + 1)
+        claim = _try_claim(self.paths, self.session + 1, journal)
         if claim is None:
             self.check()
             raise FencedError(f"{self.paths.root}: session {self.session} lost its place while it began the next one")
@@ -147,15 +179,18 @@ class Claim(Membership):
         self._heart.stop()
         _held.discard(self.holder.token)
 
-    def release(self) -> None:
+    def release(self, journal: JournalEnd | None = None) -> None:
         """Say that the session has ended, so that the next one need not ask whether its process lives.
+
+        journal: how its journal ended, for the next one to look for.
 
         Of a session that lost its place nothing is touched: LOCK and tmp/ are somebody else's now.
         """
         self.forget()
         try:
             self.check()
-            files.replace(self.paths.lock, Lock(holder=self.holder, closed=True).model_dump_json().encode(), self.tmp)
+            lock = Lock(holder=self.holder, closed=True, journal=journal)
+            files.replace(self.paths.lock, lock.model_dump_json().encode(), self.tmp)
         except FencedError:
             return
         except OSError:
@@ -192,15 +227,17 @@ def claim_session(
         sessions = paths.claimed_sessions()
         if sessions and takeover != "force":
             _wait_until_free(paths, sessions[-1], takeover, lease_s, clock, sleep)
-        claim = _try_claim(paths, last + 1)  # not a higher one: who has claimed this meanwhile must be asked, too
+        lock = read_lock(paths)
+        journal = lock.journal if lock and lock.closed and sessions[-1:] == [lock.holder.session] else None
+        claim = _try_claim(paths, last + 1, journal)  # not a higher one: who claims this meanwhile must be asked, too
         if claim is not None:
             return claim
     raise BankLockedError(f"{paths.root}: {_ATTEMPTS} times another process claimed the next session first; try again")
 
 
-def _try_claim(paths: BankPaths, session: int) -> Claim | None:
+def _try_claim(paths: BankPaths, session: int, journal: JournalEnd | None) -> Claim | None:
     """Claim this very session; None when somebody was faster."""
-    holder = _myself(session)
+    holder = _myself(session, journal)
     tmp = paths.session_tmp(session)
     files.make_directories([tmp])
     _held.add(holder.token)
@@ -296,6 +333,27 @@ def _describe(paths: BankPaths, session: int) -> str:
     return str(holder) if holder else f"session {session}"
 
 
+def journal_ends(paths: BankPaths, newest: int) -> Iterator[JournalEnd]:
+    """Yield what is said of how journals ended, of session ``newest`` or later: by LOCK, and by the claims that came
+    then.
+    """
+    lock = _told(read_lock, paths)
+    if lock is not None and lock.closed and lock.journal is not None and lock.journal.is_whole:
+        yield lock.journal
+    for session in paths.claimed_sessions():
+        holder = _told(read_claim, paths, session) if session > newest else None
+        if holder is not None and holder.journal is not None and holder.journal.is_whole:
+            yield holder.journal
+
+
+def _told(read: Callable[..., _Model | None], *arguments: Any) -> _Model | None:
+    """Return what a small file says; None for one that is damaged: an open says so elsewhere."""
+    try:
+        return read(*arguments)
+    except CorruptionError:
+        return None
+
+
 def read_claim(paths: BankPaths, session: int) -> Holder | None:
     """Return who claimed a session; None when the claim is missing or does not say it. Raises CorruptionError."""
     return _read(paths.claim(session), Holder)
@@ -322,7 +380,7 @@ def _identity(path: str) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _myself(session: int) -> Holder:
+def _myself(session: int, journal: JournalEnd | None = None) -> Holder:
     started = _process_start(os.getpid())
     return Holder(
         session=session,
@@ -333,6 +391,7 @@ def _myself(session: int) -> Holder:
         started=-1 if started is None else started,
         since=datetime.now(UTC).isoformat(timespec="seconds"),
         token=uuid.uuid4().hex,
+        journal=journal,
     )
 
 

@@ -247,8 +247,8 @@ class _Reader:
                 return place
             if following is None and self.data[place : place + PREFIX.size].tobytes() in (_END, _ZEROS):
                 return place
-        torn = following is None and not self._tail_is_whole(0)
-        return self._note(found, 0, "the schema message is damaged", following, torn=torn)
+        # No torn tail: a stream has its schema, synced, before it gets its name.
+        return self._note(found, 0, "the schema message is damaged", following, torn=False)
 
     def after_schema(self) -> int | None:
         """Return where the first message says that it ends."""

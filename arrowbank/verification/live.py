@@ -17,7 +17,6 @@ from arrowbank.durable.line import Line
 from arrowbank.durable.manifest import Manifest
 from arrowbank.durable.recovery import State, read_state
 from arrowbank.durable.segment import GroupRef, load_batch
-from arrowbank.durable.session import Lock, read_lock
 from arrowbank.durable.stream import Damage, begins_as_here, map_file, scan
 from arrowbank.errors import CorruptionError, CorruptRecordError
 from arrowbank.schema import SEGMENT_SCHEMA
@@ -51,8 +50,6 @@ class LiveCheck:
     state: State | None = None
     findings: list[Finding] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
-    is_cut_off: bool = False
-    """Whether the newest journal was closed once, and has not got its end any more."""
 
 
 def check_live(
@@ -68,10 +65,7 @@ def check_live(
         found.findings.append(damage(_place(name), error.reason, advice, offset=error.offset))
         return found
     drop_undecodable(state, state.segment_bytes, require_group)
-    unfinished = list(_unfinished_journals(paths, manifest, state))
-    found.is_cut_off = bool(unfinished)
-    found.findings += unfinished
-    found.findings += map(_Told(state, is_blocked=found.is_cut_off), state.damage)
+    found.findings += map(_Told(state), state.damage)
     found.findings += _untold_losses(state)
     found.findings += _other_schema_messages(paths, manifest, state)
     found.findings += _twice(state, archive)
@@ -96,9 +90,9 @@ def require_group(group: GroupRef) -> None:
 class _Told:
     """Tells of damage as a finding."""
 
-    def __init__(self, state: State, *, is_blocked: bool) -> None:
+    def __init__(self, state: State) -> None:
         self._hiding = dict(state.hidden)
-        self._is_blocked = is_blocked or bool(state.hidden)
+        self._is_blocked = bool(state.hidden)
         self._there = set(map(str, state.segment_bytes))
 
     def __call__(self, place: Damage) -> Finding:
@@ -186,35 +180,6 @@ def _draws(state: State, archive: ArchiveCheck, told: Quarantined) -> Iterator[F
                     reason = f"the draw at iteration {draw.iteration} lacks {len(uids)} of its {len(draw.uids)} groups"
                     todo = (advice, mending) if make is damage else ("It was told before", Mending.NONE)
                     yield make("journal", reason, *todo, uids=uids, iteration=draw.iteration)
-
-
-def _unfinished_journals(paths: BankPaths, manifest: Manifest, state: State) -> Iterator[Finding]:
-    """What the newest journals say of themselves: nobody has sealed them yet."""
-    base = JournalName.parse(manifest.journal)
-    newest_line = max(state.history.lines, default=0)
-    sessions = sorted({group.segment.session for group in state.groups.values() if not group.segment.is_carried})
-    newest = sessions[-1] if sessions else 0
-    earlier = bool(manifest.files) or any(group.age[0] < newest for group in state.groups.values())
-    if earlier and newest > newest_line and (base is None or newest > base.session):
-        reason = f"session {newest} has groups, and no record of its restore: its journal is missing"
-        yield damage(f"journal/{JournalName(newest, 0)}", reason, _ACCEPT, Mending.ACCEPT)
-    lock = _lock(paths)
-    parts = [name for name in paths.journal_names() if lock and lock.closed and name.session == lock.holder.session]
-    for name in parts[-1:]:
-        if str(name) in state.unsealed and not _is_ended(paths, manifest, name):
-            reason = "the session was closed, and its journal does not end with the mark of that: it was cut off"
-            yield damage(f"journal/{name}", reason, _ACCEPT, Mending.ACCEPT)
-
-
-def _lock(paths: BankPaths) -> Lock | None:
-    try:
-        return read_lock(paths)
-    except CorruptionError:
-        return None
-
-
-def _is_ended(paths: BankPaths, manifest: Manifest, name: JournalName) -> bool:
-    return scan(map_file(paths.journal / str(name)), str(name), manifest.bank_id, JOURNAL_SCHEMA).closed
 
 
 def _in_two_draws(number: int, line: Line, evicted: Container[str]) -> Iterator[Finding]:

@@ -81,8 +81,8 @@ def repair(
 
 def _wanted(look: Look, accept_damage: bool) -> tuple[Finding, ...]:
     """Return what repair does something about. Without a manifest it does nothing: who knows what counts?"""
-    if look.manifest is None or _blocked(look) or (look.is_cut_off and not accept_damage):
-        return ()  # a claim makes LOCK forget that the session was closed
+    if look.manifest is None or _blocked(look):
+        return ()
     does = {Mending.REPAIR, Mending.ACCEPT} if accept_damage else {Mending.REPAIR}
     return tuple(found for found in look.findings if found.mending in does)
 
@@ -118,8 +118,8 @@ class _Repair:
         claim = claim_session(self._paths, self._takeover, self._lease_s, beyond=before.manifest.last_session)
         try:
             look = self._looker.settled()
-            self._hides = before.is_cut_off or any(found.mending is Mending.ACCEPT for found in _of_journal(look))
-            if before.is_cut_off or _wanted(look, self._accept_damage):
+            self._hides = any(found.mending is Mending.ACCEPT for found in _of_journal(look))
+            if _wanted(look, self._accept_damage):
                 self._mend(look, claim)
         finally:
             claim.release()

@@ -71,9 +71,6 @@ class Look:
     archive: ArchiveCheck = field(default_factory=ArchiveCheck)
     quarantined: Quarantined = field(default_factory=Quarantined)
 
-    is_cut_off: bool = False
-    """Whether the newest journal was closed once, and has not got its end any more: only LOCK tells."""
-
     @property
     def damage(self) -> frozenset[Finding]:
         """What makes the bank damaged."""
@@ -135,7 +132,7 @@ class Looker:
             check_live(self.paths, manifest, look.archive, look.quarantined, self._passed),
             check_superseded(self.paths, manifest, self._passed),
         ]
-        look.state, look.is_cut_off = parts[0].state, parts[0].is_cut_off
+        look.state = parts[0].state
         look.counts = Counts(files=1) + look.archive.counts + parts[0].counts + parts[1].counts
         return [*look.archive.findings, *parts[0].findings, *parts[1].findings]
 
