@@ -78,7 +78,8 @@ it, unless a record stands there whole, sealed for another place of this file: b
 also inside an append (F of the next record is not behind it) which nothing, neither a later append nor an end, shows to
 be finished.
 
-A session's journal is begun before its first segment, so a session that has segments and no journal has lost it.
+A file's schema is durable before it gets its name, so one without it is damaged. A session's journal is begun before
+its first segment, so a session that has segments and no journal has lost it.
 
 A record counts unless a journal entry says otherwise: ``abandoned`` (its append failed), or ``sealed`` with a count
 that its number is not below (written by somebody who had lost his place). Writers other than "main" have no journal: of
@@ -167,8 +168,8 @@ Downsides
 A seal costs 270 bytes a record. A record cannot be moved to another place or file without sealing it again. The schema
 message is covered by no seal: it costs nothing when it is damaged, and no other reader than arrowbank knows. Damage to
 the last record of a file that nobody has sealed or closed cannot be told from a torn tail. A segment that was never
-sealed and is gone as a whole is not missed, but for its groups in draws; nor is a journal whose segments are all gone
-with it.
+sealed and is gone as a whole is not missed, but for its groups in draws; nor is the journal of a session that was not
+closed, when all its segments are gone with it.
 """
 
 from __future__ import annotations
