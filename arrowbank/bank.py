@@ -108,7 +108,7 @@ class RolloutBank(Appends):
             return cls(paths, claim, max_bytes=max_bytes, keep_checkpoints=keep_checkpoints)
         except BaseException as error:
             try:
-                if isinstance(error, OSError):
+                if isinstance(error, OSError | CorruptionError):
                     claim.check()  # a takeover takes files away: say that rather than "no such file"
             finally:
                 with contextlib.suppress(OSError):
@@ -123,6 +123,7 @@ class RolloutBank(Appends):
         self._store = ArchiveStore(self._paths, manifest, claim.session, claim.check)
         self._store.settle()
         state = read_state(self._paths, manifest)
+        claim.check()  # before anything is made of what a takeover may have taken away meanwhile
         self._iteration = 0
         self._journal = Journal(self._paths, manifest.bank_id, claim.session, claim.check, state.facts)
         self._appender = Appender(
@@ -283,10 +284,14 @@ class RolloutBank(Appends):
             self._compactor.close()
             ended = self._journal.close()
             self._begin_session(self._claim.renew(ended))
-        except BaseException:
+        except BaseException as error:
             self._closed = True
-            with contextlib.suppress(OSError):
-                self._claim.release()
+            try:
+                if isinstance(error, OSError | CorruptionError):
+                    self._claim.check()
+            finally:
+                with contextlib.suppress(OSError):
+                    self._claim.release()
             raise
 
     # -- collecting

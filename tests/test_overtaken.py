@@ -110,6 +110,29 @@ def test_an_overtaken_opener_does_not_clear_the_archive_of_the_new_holder(
         assert third.stats().archived_groups >= 7
 
 
+@pytest.mark.parametrize("name", ["open", "stat", "lstat", "fstat"])
+@pytest.mark.parametrize("nth", range(1, 60, 4))
+def test_who_is_overtaken_while_it_opens_and_restores_learns_that_and_no_other_error(
+    path: Path, overtaken: Overtaken, interrupted: Path, name: str, nth: int
+) -> None:
+    """Journals and segments that the new holder took away are no damage."""
+    shutil.copytree(interrupted, path, symlinks=True)
+
+    def work(new: RolloutBank) -> None:
+        new.restore(7)
+        one_at_a_time(new, range(7, 12))
+
+    overtaken.within(os, name, until_call(nth), work)
+    with contextlib.suppress(FencedError, BankLockedError):
+        old = RolloutBank.open(path, keep_checkpoints=1)
+        try:
+            old.restore(7)
+        finally:
+            old.close()
+    if overtaken.new is not None:
+        overtaken.finish().close()
+
+
 @pytest.mark.parametrize("nth", range(1, 6))
 def test_an_overtaken_merge_puts_nothing_in_the_new_holders_archive(path: Path, overtaken: Overtaken, nth: int) -> None:
     old = RolloutBank.open(path, keep_checkpoints=1)
