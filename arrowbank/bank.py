@@ -279,6 +279,7 @@ class RolloutBank(Appends):
 
     def _renew_session(self) -> None:
         """Close the session and begin the next one. A failure closes the handle."""
+        before = self._claim
         try:
             self._ledger.finish()
             self._compactor.close()
@@ -287,7 +288,7 @@ class RolloutBank(Appends):
         except BaseException as error:
             self._closed = True
             try:
-                if isinstance(error, OSError | CorruptionError):
+                if self._claim is not before and isinstance(error, OSError | CorruptionError):
                     self._claim.check()
             finally:
                 with contextlib.suppress(OSError):
