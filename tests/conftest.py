@@ -19,6 +19,8 @@ pytest.register_assert_rewrite(
     "damaged_banks", "disk_model", "exit_scripts", "forked", "kill_loop", "kill_model", "small_disks", "takeovers"
 )  # their failed asserts then tell values
 
+from damaged_banks import Model, copy, make_whole  # noqa: E402  # only now: its asserts are to be rewritten
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
@@ -39,6 +41,24 @@ def shared() -> Iterator[Path]:
     """A directory for all tests of a file, in memory where there is one: thousands of copies are made in it."""
     with directory_in_memory() as directory:
         yield directory
+
+
+@pytest.fixture(scope="module", params=["closed", "killed"])
+def model(request: pytest.FixtureRequest, shared: Path) -> Model:
+    """A bank with everything in it, to be damaged: as it was closed, and as a kill left it."""
+    return make_whole(shared / f"whole-{request.param}", close=request.param == "closed")
+
+
+@pytest.fixture(scope="module")
+def other(shared: Path) -> Model:
+    """Another bank."""
+    return make_whole(shared / "other", close=True)
+
+
+@pytest.fixture
+def root(shared: Path, model: Model) -> Path:
+    """Where a copy of the bank to be damaged lies."""
+    return copy(model, shared / "copy")
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-__all__ = ["Report", "Server", "be_ready", "run_child", "serve"]
+__all__ = ["Report", "Server", "be_ready", "run_child", "serve", "serve_silently"]
 
 J = TypeVar("J")
 
@@ -75,6 +75,22 @@ def serve(report: Report, job_type: type[J], work: Callable[[J, Report], object]
             run_child(report, partial(work, job_type(**json.loads(line)), report), most_seconds)
         _, status = os.waitpid(pid, 0)
         report.say("X", status)
+
+
+def serve_silently(job_type: type[J], work: Callable[[J], object], most_seconds: int = 0) -> None:
+    """The same for children who report elsewhere: only how each ended is said, on standard output."""
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(most_seconds)  # 0: none
+            status = 1
+            try:
+                work(job_type(**json.loads(line)))
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            os._exit(status)
+        print(os.waitpid(pid, 0)[1], flush=True)
 
 
 # -- in who started the server

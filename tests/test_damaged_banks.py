@@ -44,22 +44,6 @@ OPENS = 75
 """Of each of the two banks."""
 
 
-@pytest.fixture(scope="module", params=["closed", "killed"])
-def model(request: pytest.FixtureRequest, shared: Path) -> Model:
-    return make_whole(shared / f"whole-{request.param}", close=request.param == "closed")
-
-
-@pytest.fixture(scope="module")
-def other(shared: Path) -> Model:
-    """Another bank."""
-    return make_whole(shared / "other", close=True)
-
-
-@pytest.fixture
-def root(shared: Path, model: Model) -> Path:
-    return copy(model, shared / "copy")
-
-
 def test_without_damage_all_of_it_comes_back(model: Model, root: Path) -> None:
     found = judge(model, root)
     assert isinstance(found, Found)

@@ -324,7 +324,7 @@ def test_any_system_call_that_fails_while_a_bank_is_made_leaves_nothing_in_the_w
 
 
 def test_a_stream_that_is_trusted_after_a_failed_sync_would_be_seen() -> None:
-    unfinished = "bank/tmp/s0001/s0001-0000.arrows.0123abcd"
+    unfinished = str(Path("bank", "tmp", "s0001", "s0001-0000.arrows.0123abcd"))
     named = f'7 linkat(AT_FDCWD, "{unfinished}", AT_FDCWD, "bank/journal/s0001-0000.arrows", 0) = 0'
     failed = f"7 fdatasync(3<{unfinished}>(deleted)) = -1 EIO (Input/output error) (INJECTED)"
     with pytest.raises(AssertionError, match="trusted again"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import corruptors
 import pytest
-from damaged_banks import CHECKPOINT, Found, Model, check_scan, contents, copy, make_whole, restore
+from damaged_banks import CHECKPOINT, Found, Model, check_scan, contents, copy, restore
 from damages import NAMED, archive_file, pick
 from runs import archive_three, tree
 
@@ -29,22 +29,6 @@ from arrowbank.durable.manifest import read_manifest
 
 LEFT = {name for name in NAMED if name.startswith("archive: ")} - {"archive: swapped with the empty one"}
 """What only a copy can mend."""
-
-
-@pytest.fixture(scope="module", params=["closed", "killed"])
-def model(request: pytest.FixtureRequest, shared: Path) -> Model:
-    return make_whole(shared / f"whole-{request.param}", close=request.param == "closed")
-
-
-@pytest.fixture(scope="module")
-def other(shared: Path) -> Model:
-    """Another bank."""
-    return make_whole(shared / "other", close=True)
-
-
-@pytest.fixture
-def root(shared: Path, model: Model) -> Path:
-    return copy(model, shared / "copy")
 
 
 def mend(root: Path, *, accept_damage: bool = False) -> RepairReport:

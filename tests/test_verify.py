@@ -20,7 +20,7 @@ import corruptors
 import pytest
 from builders import token_group
 from corruptors import SEED
-from damaged_banks import Model, copy, make_whole
+from damaged_banks import Model, make_whole
 from damages import NAMED
 from disks import remount, tmpfs
 from machine import directory_in_memory, require_mounts, require_root
@@ -51,22 +51,6 @@ TAILS = (
 LIKE_A_KILL = {f"{file}: {what}" for file in ("segment", "journal's last part") for what in TAILS}
 LIKE_A_KILL |= {"segments: one under a second name"}
 """What, in files that nobody has sealed or closed, looks as a kill may leave it."""
-
-
-@pytest.fixture(scope="module", params=["closed", "killed"])
-def model(request: pytest.FixtureRequest, shared: Path) -> Model:
-    return make_whole(shared / f"whole-{request.param}", close=request.param == "closed")
-
-
-@pytest.fixture(scope="module")
-def other(shared: Path) -> Model:
-    """Another bank."""
-    return make_whole(shared / "other", close=True)
-
-
-@pytest.fixture
-def root(shared: Path, model: Model) -> Path:
-    return copy(model, shared / "copy")
 
 
 def unchanged(root: Path) -> VerifyReport:

@@ -10,9 +10,7 @@ import ctypes
 import json
 import logging
 import os
-import signal
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from forked import be_ready
+from forked import be_ready, serve_silently
 from small_disks import BRIEF, Trainer, insist
 
 from arrowbank.archive import archivist, merging
@@ -85,18 +83,7 @@ def serve() -> None:
     logging.getLogger("arrowbank").setLevel(logging.CRITICAL)
     merging.FAN_IN = 2
     archivist.MAX_JOURNAL_PARTS = 2
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            signal.alarm(MOST_SECONDS)
-            try:
-                work(Job(**json.loads(line)))
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            os._exit(status)
-        print(os.waitpid(pid, 0)[1], flush=True)
+    serve_silently(Job, work, MOST_SECONDS)
 
 
 if __name__ == "__main__":

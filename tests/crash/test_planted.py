@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
@@ -16,16 +15,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def tracers() -> Iterator[Tracers]:
+def tracers(quiet: None) -> Iterator[Tracers]:
     require_strace()
     require_mounts(*FILE_SYSTEMS)
     require_fuse()
-    logger = logging.getLogger("arrowbank")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
     with Tracers() as tracers:
         yield tracers
-    logger.setLevel(level)
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=str)

@@ -6,7 +6,6 @@ state again.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,14 +27,10 @@ STATES = 5_000
 
 
 @pytest.fixture(scope="module")
-def tracer() -> Iterator[Tracer]:
+def tracer(quiet: None) -> Iterator[Tracer]:
     require_strace()
-    logger = logging.getLogger("arrowbank")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
     with tracing() as one:
         yield one
-    logger.setLevel(level)
 
 
 def test_no_crash_state_breaks_a_promise(tracer: Tracer) -> None:

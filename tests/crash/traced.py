@@ -14,7 +14,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import traceback
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from typing import Self
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from forked import be_ready
+from forked import be_ready, serve_silently
 from machine import in_memory
 
 from arrowbank.archive import archivist, merging
@@ -79,17 +78,7 @@ def work(job: Job) -> None:
 def serve() -> None:
     be_ready()
     logging.getLogger("arrowbank").setLevel(logging.CRITICAL)
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                work(Job(**json.loads(line)))
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            os._exit(status)
-        print(os.waitpid(pid, 0)[1], flush=True)
+    serve_silently(Job, work)
 
 
 # -- in who has them traced
