@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 import re
@@ -26,11 +27,13 @@ from disks import remount, tmpfs
 from machine import directory_in_memory, require_mounts, require_root
 from runs import archive_three, kill, train, tree
 
-from arrowbank import BankNotFoundError, FormatVersionError, RolloutBank, VerifyReport, scan, verify
+from arrowbank import ArrowbankError, BankNotFoundError, FormatVersionError, RolloutBank, VerifyReport, scan, verify
 from arrowbank.durable import manifest as manifest_module
 from arrowbank.durable.layout import BankPaths
 from arrowbank.durable.manifest import read_manifest
-from arrowbank.verification.verify import Looker
+from arrowbank.verification import verify as verify_module
+from arrowbank.verification.report import damage
+from arrowbank.verification.verify import Look, Looker
 
 HARMLESS = {
     "segment: 64 KiB of zeros behind",
@@ -196,7 +199,7 @@ def test_beside_a_trainer_at_work_a_bank_is_healthy_at_every_moment(path: Path) 
     trainer.start()
     try:
         until = time.monotonic() + 8
-        while time.monotonic() < until and not ended:
+        while (time.monotonic() < until or looks <= 5) and not ended:
             try:
                 report = verify(path)
             except BankNotFoundError:
@@ -206,7 +209,29 @@ def test_beside_a_trainer_at_work_a_bank_is_healthy_at_every_moment(path: Path) 
     finally:
         stop.set()
         trainer.join()
-    assert looks > 5 and not ended
+    assert not ended
+
+
+def test_a_bank_that_changed_at_many_looks_is_looked_at_again_and_one_that_never_rests_is_an_error(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, looks = Looker.look, itertools.count(1)
+
+    def moving(self: Looker) -> Look:
+        found, at = look(self), next(looks)
+        if at < rests:
+            found.findings = (damage("segments/x", f"changed by look {at}"),)
+        return found
+
+    monkeypatch.setattr(verify_module, "_LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(Looker, "look", moving)
+    rests: float = 40
+    assert verify(root).is_healthy
+    assert next(looks) == 41
+    rests = math.inf
+    monkeypatch.setattr(verify_module, "_PATIENCE_S", 0.2)
+    with pytest.raises(ArrowbankError, match="changed at each of"):
+        verify(root)
 
 
 # -- every byte

@@ -19,7 +19,7 @@ import pytest
 from builders import EVERY, build, token_group
 from runs import archive_three, tree
 
-from arrowbank import BankNotFoundError, RolloutBank, scan
+from arrowbank import ArrowbankError, BankNotFoundError, RolloutBank, scan
 from arrowbank.archive import compaction, compactor, merging, view
 from arrowbank.durable import files
 from arrowbank.durable.layout import BankPaths
@@ -133,7 +133,7 @@ def test_a_reader_beside_a_busy_trainer_never_sees_a_rollout_twice_or_an_error(p
         thread.start()
         for at in itertools.count():
             settle_one(bank, at)
-            if at >= 60 and (looks > 3 or problems or at > 3000):
+            if at >= 60 and (looks > 3 or problems):
                 break
         stop.set()
         thread.join()
@@ -197,24 +197,47 @@ def test_no_bank_is_an_error(path: Path) -> None:
         scan(path)
 
 
-def test_a_view_made_while_the_manifest_changes_is_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, tries = view._view, []
+@pytest.mark.parametrize("changes", [3, 40])
+def test_a_view_made_while_the_manifest_changes_is_made_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch, changes: int
+) -> None:
     with RolloutBank.open(path, keep_checkpoints=1) as bank:
         bank.restore(0)
+        tries = overtake(bank, changes, monkeypatch)
+        assert scan(path).to_arrow().num_rows == 4 * changes
+    assert len(tries) == changes + 1
 
-        def overtaken(paths: BankPaths, manifest: Any, **options: bool) -> Any:
-            tries.append(manifest.commit)
-            if len(tries) < 4:
-                bank.mark_consumed([bank.append(token_group(len(tries)))], len(tries))
-                bank.begin_iteration(len(tries) + 1)
-                bank.checkpoint(len(tries) + 1, wait=True)
-            if len(tries) == 2:
-                raise FileNotFoundError("planted")
-            return make(paths, manifest, **options)
 
-        monkeypatch.setattr(view, "_view", overtaken)
-        assert scan(path).to_arrow().num_rows == 12
-    assert len(tries) == 4
+def test_a_view_of_what_never_stands_still_is_an_error_and_one_of_the_archive_alone_is_not(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view, "_PATIENCE_S", 0.2)
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        tries = overtake(bank, 10**6, monkeypatch)
+        with pytest.raises(ArrowbankError, match="changed at each look"):
+            scan(path)
+        assert len(tries) > 1
+        assert scan(path, live=False).to_arrow().num_rows == 4 * (len(tries) - 1)  # before it changed once more
+
+
+def overtake(bank: RolloutBank, changes: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have the bank settle a group and commit while each of so many views is made; the second finds a file gone."""
+    make, tries = view._view, []
+
+    def overtaken(paths: BankPaths, manifest: Any, **options: bool) -> Any:
+        tries.append(manifest.commit)
+        made = make(paths, manifest, **options)
+        if len(tries) <= changes:
+            bank.mark_consumed([bank.append(token_group(len(tries)))], len(tries))
+            bank.begin_iteration(len(tries) + 1)
+            bank.checkpoint(len(tries) + 1, wait=True)
+        if len(tries) == 2:
+            raise FileNotFoundError("planted")
+        return made
+
+    monkeypatch.setattr(view, "_view", overtaken)
+    return tries
 
 
 def test_a_segment_that_vanishes_while_the_directory_is_read_is_no_error(

@@ -11,6 +11,7 @@ manifest before its first use, since some flipped bits pass Parquet's page check
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BankView", "scan"]
 
-_TRIES = 20
+_PATIENCE_S = 30.0
+"""A view of a small bank is made in milliseconds, and a trainer commits once in minutes."""
 _RESTORE = "Put the file back from a copy"
 
 
@@ -212,17 +214,22 @@ def scan(path: str | Path, *, live: bool = True, verify: bool = True) -> BankVie
     """
     paths = BankPaths(Path(path))
     paths.refuse_strangers(link=False)
-    for attempt in range(_TRIES):
+    until = time.monotonic() + _PATIENCE_S
+    while True:
         manifest = read_manifest(paths)
+        view = None
         try:
             view = _view(paths, manifest, live=live, verify=verify)
         except (FileNotFoundError, CorruptionError):
-            if attempt + 1 == _TRIES or read_manifest(paths).commit == manifest.commit:
+            if read_manifest(paths).commit == manifest.commit:
                 raise
-            continue
-        if read_manifest(paths).commit == manifest.commit:
-            return view
-    raise ArrowbankError(f"{paths.root}: the archive changed {_TRIES} times while it was being read; scan it again")
+        if view is not None and (not live or read_manifest(paths).commit == manifest.commit):
+            return view  # open files stay whole; live rows may have moved to the archive meanwhile
+        if time.monotonic() > until:
+            raise ArrowbankError(
+                f"{paths.root}: the archive changed at each look for {_PATIENCE_S:g} s; scan it again, "
+                "when its trainer commits less often"
+            )
 
 
 def _view(paths: BankPaths, manifest: Manifest, *, live: bool, verify: bool) -> BankView:

@@ -7,6 +7,7 @@ two looks in a row say the same.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -32,9 +33,12 @@ from arrowbank.verification.report import Counts, Finding, Mending, VerifyReport
 
 __all__ = ["Look", "Looker", "Progress", "verify"]
 
-_TRIES = 10
+_PATIENCE_S = 60.0
+"""Within which a look may begin again; beyond it, too, there are as many as ``_LOOKS``."""
+_LOOKS = 10
 _PAUSE_S = 0.01
-"""Before the second look; twice as long before each further one."""
+"""Before the second look; twice as long before each further one, up to ``_LONGEST_PAUSE_S``."""
+_LONGEST_PAUSE_S = 0.5
 Progress = Callable[[int, int], None]
 """Is told how many bytes have been read, and of how many."""
 
@@ -94,9 +98,14 @@ class Looker:
     def settled(self) -> Look:
         """Look until what is found is no trick of the moment."""
         before: frozenset[Finding] | None = None
-        for attempt in range(_TRIES):
+        started = time.monotonic()
+        pause = _PAUSE_S
+        for attempt in itertools.count():
+            if attempt >= _LOOKS and time.monotonic() - started > _PATIENCE_S:
+                break
             if attempt:
-                time.sleep(_PAUSE_S * 2**attempt)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
             try:
                 look = self.look()
             except FileNotFoundError:  # taken away by whoever is at work
@@ -106,7 +115,7 @@ class Looker:
                 return look
             before = look.damage
         raise ArrowbankError(
-            f"{self.paths.root}: the bank changed {_TRIES} times while it was being read; verify it again"
+            f"{self.paths.root}: the bank changed at each of {attempt} looks; verify it again, when its trainer rests"
         )
 
     def look(self) -> Look:
