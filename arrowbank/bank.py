@@ -32,7 +32,7 @@ from arrowbank.durable.intake import Intake
 from arrowbank.durable.journal import Drawn, Journal
 from arrowbank.durable.layout import BankPaths
 from arrowbank.durable.ledger import Ledger
-from arrowbank.durable.manifest import data_without_manifest, read_manifest
+from arrowbank.durable.manifest import create_manifest, data_without_manifest, read_manifest
 from arrowbank.durable.recovery import read_state
 from arrowbank.durable.session import LEASE_S, Claim, Takeover, claim_session
 from arrowbank.errors import BankClosedError, CorruptionError, FencedError, InvalidDrawError
@@ -99,12 +99,12 @@ class RolloutBank(Appends):
             raise NotADirectoryError(errno.ENOTDIR, "a bank is a directory, and this is none", os.fspath(path))
         paths.refuse_strangers(link=True)
         is_new = not paths.manifest.exists() and data_without_manifest(paths) is None
-        last = 0 if is_new else read_manifest(paths).last_session  # raises before anything is touched
+        manifest = create_manifest() if is_new else read_manifest(paths)  # raises before anything is touched
         files.make_directories([paths.root, *paths.directories])
-        claim = claim_session(paths, takeover, lease_s, beyond=last)
+        claim = claim_session(paths, takeover, lease_s, bank_id=manifest.bank_id, beyond=manifest.last_session)
         try:
             if is_new and not paths.manifest.exists():
-                create_bank(paths, claim.tmp)
+                create_bank(paths, manifest, claim.tmp)
             return cls(paths, claim, max_bytes=max_bytes, keep_checkpoints=keep_checkpoints)
         except BaseException as error:
             try:

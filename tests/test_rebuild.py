@@ -109,20 +109,15 @@ def copies(found: list[Path], shared: Path) -> Iterator[tuple[Path, Path, Manife
 
 
 def lose(found: list[Path], shared: Path) -> tuple[int, int]:
-    """Lose the manifest at these moments; return how often it was made again, and how often it could not be."""
-    rebuilt, lost_for_good = 0, 0
+    """Lose the manifest at these moments; return how often it was made again, and how often nothing was in it yet."""
+    rebuilt, empty = 0, 0
     for whole, lost, manifest in copies(found, shared):
-        before = tree(lost)
         try:
             report = repair(lost, takeover="force")
         except BankNotFoundError:  # nothing was in it yet
-            lost_for_good += 1
+            empty += 1
             continue
-        if not report.is_healthy:
-            assert not manifest.files, str(report)  # then nothing but the manifest had the bank's id
-            assert tree(lost) == before
-            lost_for_good += 1
-            continue
+        assert report.is_healthy, report
         rebuilt += 1
         assert verify(lost).is_healthy
         assert read_manifest(BankPaths(lost)).bank_id == manifest.bank_id
@@ -133,13 +128,13 @@ def lose(found: list[Path], shared: Path) -> tuple[int, int]:
                 shutil.rmtree(copy, ignore_errors=True)
                 shutil.copytree(source, copy, symlinks=True)
             assert outcome(mine, iteration) == outcome(theirs, iteration), iteration
-    return rebuilt, lost_for_good
+    return rebuilt, empty
 
 
 def test_at_every_moment_of_a_run_the_bank_comes_back_as_with_its_manifest(path: Path, shared: Path) -> None:
     found = moments(path, shared / "moments")
-    rebuilt, lost_for_good = lose(found[::EVERY], shared)
-    assert rebuilt > 20 and lost_for_good < 15
+    rebuilt, empty = lose(found[::EVERY], shared)
+    assert rebuilt > 20 and empty < 3
 
 
 def checkpoints(root: Path) -> list[int]:
@@ -196,20 +191,51 @@ def test_a_manifest_that_the_files_leave_in_doubt_is_not_made_again(path: Path) 
     assert repair(path).is_healthy
 
 
-def test_a_manifest_of_a_bank_that_archived_nothing_is_found_in_what_is_left_of_it(path: Path) -> None:
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("kept", ["LOCK", "sessions"])
+def test_a_manifest_of_a_bank_that_archived_nothing_is_made_again_from_its_claims(
+    path: Path, tmp_path: Path, closed: bool, kept: str
+) -> None:
+    with RolloutBank.open(path) as bank:
+        bank.restore(0)
+        uid = bank.append(token_group(1))
+        shutil.copytree(path, tmp_path / "killed", symlinks=True)
+    path = path if closed else tmp_path / "killed"
+    bank_id = read_manifest(BankPaths(path)).bank_id
+    (path / "MANIFEST.json").unlink()
+    for file in (path / "LOCK", *(path / "sessions").iterdir()):
+        if kept not in str(file):
+            file.write_bytes(b"")
+    assert repair(path, takeover="force").is_healthy
+    assert verify(path).is_healthy
+    assert read_manifest(BankPaths(path)).bank_id == bank_id
+    with RolloutBank.open(path) as bank:
+        (group,) = bank.restore(0).take()
+        assert group.uid == uid
+
+
+def test_a_manifest_of_a_bank_without_claims_or_archive_is_found_in_what_is_left_of_it(path: Path) -> None:
     with RolloutBank.open(path) as bank:
         bank.restore(0)
         uid = bank.append(token_group(1))
     text = (path / "MANIFEST.json").read_bytes()
     (path / "MANIFEST.json").write_bytes(text[: text.index(b"schema_hash")])
-    assert repair(path).is_healthy
+    say_nothing(path)
+    assert repair(path, takeover="force").is_healthy
     with RolloutBank.open(path) as bank:
         (group,) = bank.restore(0).take()
         assert group.uid == uid
     (path / "MANIFEST.json").unlink()
     shutil.rmtree(path / "quarantine")  # a copy of what was left is there
-    (left,) = repair(path).left
+    say_nothing(path)
+    (left,) = (found for found in repair(path, dry_run=True).left if found.path == "MANIFEST.json")
     assert "id is lost" in left.advice
+
+
+def say_nothing(path: Path) -> None:
+    """Leave claims that fence, and do not say for which bank."""
+    for file in (path / "LOCK", *(path / "sessions").iterdir()):
+        file.write_bytes(b"{}")
 
 
 def test_a_lost_manifest_in_the_place_of_which_something_else_stands(path: Path) -> None:
@@ -226,8 +252,8 @@ def test_a_lost_manifest_in_the_place_of_which_something_else_stands(path: Path)
 def _every_moment() -> None:
     with directory_in_memory() as directory:
         found = moments(directory / "bank", directory / "moments")
-        rebuilt, lost_for_good = lose(found, directory)
-    print(f"{len(found)} moments: made again at {rebuilt}, not possible at {lost_for_good}")
+        rebuilt, empty = lose(found, directory)
+    print(f"{len(found)} moments: made again at {rebuilt}, nothing in it yet at {empty}")
 
 
 if __name__ == "__main__":

@@ -103,9 +103,9 @@ def test_a_zombie_counts_as_gone(tmp_path: Path) -> None:
 
 
 def test_a_reused_pid_counts_as_gone(paths: BankPaths) -> None:
-    claim_session(paths, "auto")
+    claim_session(paths, "auto", bank_id="b")
     rewrite_claim(paths, 1, started=1)
-    assert claim_session(paths, "auto").session == 2
+    assert claim_session(paths, "auto", bank_id="b").session == 2
 
 
 class Time:
@@ -125,13 +125,13 @@ class Time:
 
 
 def claim_beside(paths: BankPaths, time: Time, lease_s: float = 60) -> Claim:
-    return claim_session(paths, "auto", lease_s, clock=time, sleep=time.sleep)
+    return claim_session(paths, "auto", lease_s, bank_id="b", clock=time, sleep=time.sleep)
 
 
 @pytest.fixture
 def elsewhere(paths: BankPaths) -> BankPaths:
     """A bank whose holder cannot be asked about, and whose heart does not beat."""
-    claim_session(paths, "auto").forget()
+    claim_session(paths, "auto", bank_id="b").forget()
     rewrite_claim(paths, 1, host="elsewhere", boot="another")
     return paths
 
@@ -140,7 +140,7 @@ def elsewhere(paths: BankPaths) -> BankPaths:
 def test_of_another_host_boot_or_container_only_a_lease_without_a_heartbeat_tells(
     paths: BankPaths, changes: dict[str, str]
 ) -> None:
-    claim_session(paths, "auto").forget()
+    claim_session(paths, "auto", bank_id="b").forget()
     rewrite_claim(paths, 1, **changes)
     time = Time()
     assert claim_beside(paths, time, lease_s=60).session == 2
@@ -152,16 +152,16 @@ def test_a_holder_whose_heart_beats_is_refused_at_its_next_beat(elsewhere: BankP
     with pytest.raises(BankLockedError, match=r"on elsewhere.* lives"):
         claim_beside(elsewhere, time)
     assert time.now < 2
-    assert claim_session(elsewhere, "force").session == 2
+    assert claim_session(elsewhere, "force", bank_id="b").session == 2
 
 
 def test_never_takes_over_nobody_who_has_not_closed(elsewhere: BankPaths) -> None:
     with pytest.raises(BankLockedError, match=r'on elsewhere.*has not closed; open with takeover="auto"'):
-        claim_session(elsewhere, "never")
+        claim_session(elsewhere, "never", bank_id="b")
 
 
 def test_a_holder_that_closes_while_somebody_watches_makes_room_at_once(paths: BankPaths) -> None:
-    first = claim_session(paths, "auto")
+    first = claim_session(paths, "auto", bank_id="b")
     rewrite_claim(paths, 1, host="elsewhere")
     time = Time(first.release)
     assert claim_beside(paths, time).session == 2
@@ -169,13 +169,13 @@ def test_a_holder_that_closes_while_somebody_watches_makes_room_at_once(paths: B
 
 
 def test_who_watches_while_another_takes_over_watches_that_one(elsewhere: BankPaths) -> None:
-    time = Time(lambda: claim_session(elsewhere, "force"))
+    time = Time(lambda: claim_session(elsewhere, "force", bank_id="b"))
     with pytest.raises(BankLockedError, match="session 2"):
         claim_beside(elsewhere, time)
 
 
 def test_a_heart_beats_without_the_bank_being_used_and_stops_with_the_claim(paths: BankPaths) -> None:
-    claim = claim_session(paths, "auto")
+    claim = claim_session(paths, "auto", bank_id="b")
     first = last_beat(paths.claim(1))
     deadline = monotonic() + 10
     while last_beat(paths.claim(1)) == first:
@@ -189,7 +189,7 @@ def test_a_heart_beats_without_the_bank_being_used_and_stops_with_the_claim(path
 
 
 def test_a_process_that_proc_hides_is_not_taken_for_dead(paths: BankPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    claim_session(paths, "auto")
+    claim_session(paths, "auto", bank_id="b")
     rewrite_claim(paths, 1, pid=1, started=5)
     monkeypatch.setattr(session, "_process_start", lambda pid: None if pid == 1 else 7)
 
@@ -198,7 +198,7 @@ def test_a_process_that_proc_hides_is_not_taken_for_dead(paths: BankPaths, monke
 
     monkeypatch.setattr(os, "kill", hidden)
     with pytest.raises(BankLockedError, match="lives"):
-        claim_session(paths, "auto")
+        claim_session(paths, "auto", bank_id="b")
 
 
 def test_a_lease_shorter_than_two_heartbeats_is_refused(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_lease_shorter_than_two_heartbeats_is_refused(tmp_path: Path) -> None:
 def test_session_numbers_that_are_used_up_are_damage(paths: BankPaths) -> None:
     paths.claim(9999999999).write_text("{}")
     with pytest.raises(CorruptionError, match="no number is left"):
-        claim_session(paths, "force")
+        claim_session(paths, "force", bank_id="b")
 
 
 def test_what_lies_under_the_number_of_a_session_to_come_is_taken_away(paths: BankPaths) -> None:
@@ -218,22 +218,22 @@ def test_what_lies_under_the_number_of_a_session_to_come_is_taken_away(paths: Ba
     for number, name in ((1, "00000000-carry-s0001-0000.arrows"), (2, "c000002-s0002.parquet")):
         paths.session_tmp(number).mkdir()
         (paths.session_tmp(number) / name).symlink_to("/etc/hostname")
-        claim = claim_session(paths, "force")
+        claim = claim_session(paths, "force", bank_id="b")
         assert (claim.session, list(claim.tmp.iterdir())) == (number, [])
 
 
 def test_a_claim_that_says_nothing_needs_force(paths: BankPaths) -> None:
-    claim_session(paths, "auto")
+    claim_session(paths, "auto", bank_id="b")
     paths.claim(1).write_text("{")
     with pytest.raises(CorruptionError, match="force"):
-        claim_session(paths, "auto")
-    assert claim_session(paths, "force").session == 2
+        claim_session(paths, "auto", bank_id="b")
+    assert claim_session(paths, "force", bank_id="b").session == 2
 
 
 def test_force_takes_over_the_living(paths: BankPaths) -> None:
-    first = claim_session(paths, "auto")
+    first = claim_session(paths, "auto", bank_id="b")
     (first.tmp / "unfinished").touch()
-    second = claim_session(paths, "force")
+    second = claim_session(paths, "force", bank_id="b")
     assert not first.tmp.exists()
     with pytest.raises(FencedError, match=rf"session 1 lost its place to session 2.*{os.getpid()}"):
         first.check()
@@ -273,7 +273,7 @@ def test_of_many_openers_the_first_wins_alone(paths: BankPaths, attempt: int) ->
     def open_it() -> None:
         start.wait()
         try:
-            outcomes.append(claim_session(paths, "auto"))
+            outcomes.append(claim_session(paths, "auto", bank_id="b"))
         except BankLockedError as error:
             outcomes.append(error)
 
@@ -320,12 +320,12 @@ def test_who_loses_the_race_after_its_look_is_told_who_won(paths: BankPaths, mon
     def racing(path: Path, data: bytes, tmp: Path) -> None:
         if not raced:
             raced.append(True)
-            claim_session(paths, "auto")
+            claim_session(paths, "auto", bank_id="b")
         create(path, data, tmp)
 
     monkeypatch.setattr(files, "create_exclusive", racing)
     with pytest.raises(BankLockedError, match="session 1"):
-        claim_session(paths, "auto")
+        claim_session(paths, "auto", bank_id="b")
 
 
 def test_an_open_that_fails_after_its_claim_leaves_the_bank_free(

@@ -18,7 +18,7 @@ from pathlib import Path
 from arrowbank.archive.parquet import write_parquet
 from arrowbank.durable import files
 from arrowbank.durable.layout import ArchiveName, BankPaths, JournalName, SegmentName
-from arrowbank.durable.manifest import ArchiveFile, Manifest, create_manifest, read_manifest, write_manifest
+from arrowbank.durable.manifest import ArchiveFile, Manifest, read_manifest, write_manifest
 from arrowbank.errors import ArrowbankError, CorruptionError, CorruptManifestError
 
 __all__ = ["ArchiveStore", "Change", "create_bank"]
@@ -27,9 +27,8 @@ _EMPTY = str(ArchiveName(0, 0))
 """The file without rows."""
 
 
-def create_bank(paths: BankPaths, tmp: Path) -> None:
+def create_bank(paths: BankPaths, manifest: Manifest, tmp: Path) -> None:
     """Make an archive of one file without rows, then the manifest, which makes it a bank."""
-    manifest = create_manifest()
     directory = paths.version(manifest.version)
     files.make_directories([directory])
     write_parquet(tmp / _EMPTY, [])

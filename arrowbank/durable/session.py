@@ -87,6 +87,8 @@ class Holder(BaseModel):
     since: str
     token: str
     """Random; tells this process's own handles apart."""
+    bank: str = ""
+    """The bank's id, or the one it was about to get: should the manifest be lost, nothing else may know it."""
     journal: JournalEnd | None = None
     """Of the session before, if that was closed."""
 
@@ -167,7 +169,7 @@ class Claim(Membership):
     def renew(self, journal: JournalEnd | None = None) -> Claim:
         """Begin the next session of the same handle, whose journal ended so. Raises FencedError, when another has."""
         self.check()
-        claim = _try_claim(self.paths, self.session + 1, journal)
+        claim = _try_claim(self.paths, self.session + 1, self.holder.bank, journal)
         if claim is None:
             self.check()
             raise FencedError(f"{self.paths.root}: session {self.session} lost its place while it began the next one")
@@ -211,6 +213,7 @@ def claim_session(
     takeover: Takeover,
     lease_s: float = LEASE_S,
     *,
+    bank_id: str,
     beyond: int = 0,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -229,15 +232,17 @@ def claim_session(
             _wait_until_free(paths, sessions[-1], takeover, lease_s, clock, sleep)
         lock = read_lock(paths)
         journal = lock.journal if lock and lock.closed and sessions[-1:] == [lock.holder.session] else None
-        claim = _try_claim(paths, last + 1, journal)  # not a higher one: who claims this meanwhile must be asked, too
+        claim = _try_claim(
+            paths, last + 1, bank_id, journal
+        )  # not a higher one: who claims this meanwhile must be asked, too
         if claim is not None:
             return claim
     raise BankLockedError(f"{paths.root}: {_ATTEMPTS} times another process claimed the next session first; try again")
 
 
-def _try_claim(paths: BankPaths, session: int, journal: JournalEnd | None) -> Claim | None:
+def _try_claim(paths: BankPaths, session: int, bank_id: str, journal: JournalEnd | None) -> Claim | None:
     """Claim this very session; None when somebody was faster."""
-    holder = _myself(session, journal)
+    holder = _myself(session).model_copy(update={"bank": bank_id, "journal": journal})
     tmp = paths.session_tmp(session)
     files.make_directories([tmp])
     _held.add(holder.token)
@@ -380,7 +385,7 @@ def _identity(path: str) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _myself(session: int, journal: JournalEnd | None = None) -> Holder:
+def _myself(session: int) -> Holder:
     started = _process_start(os.getpid())
     return Holder(
         session=session,
@@ -391,7 +396,6 @@ def _myself(session: int, journal: JournalEnd | None = None) -> Holder:
         started=-1 if started is None else started,
         since=datetime.now(UTC).isoformat(timespec="seconds"),
         token=uuid.uuid4().hex,
-        journal=journal,
     )
 
 

@@ -2,7 +2,8 @@
 
 One flipped bit is found by flipping each back: the checksum proves it. Otherwise:
 
-* The bank's id stands in the archive's rows, or in what is left of a manifest. A seal that matches under it proves it.
+* The bank's id stands in claims, in the archive's rows, or in what is left of a manifest. A seal that matches under it
+  proves it.
 * The archive is the version that ``archive`` points at. Its files have no digest any more that could tell of damage;
   their pages have checksums, and all of them are read.
 * A segment all of whose groups are in the archive, or in a carried segment of later make, was retired. A carried one
@@ -31,7 +32,7 @@ from arrowbank.durable.layout import ArchiveName, BankPaths, JournalName, Segmen
 from arrowbank.durable.manifest import FORMAT_VERSION, ArchiveFile, Manifest, read_manifest_bytes
 from arrowbank.durable.recovery import State, read_state
 from arrowbank.durable.segment import NOT_A_GROUP, abandoned_in, check_head, read_segment
-from arrowbank.durable.stream import map_file, scan
+from arrowbank.durable.stream import Scan, map_file, scan
 from arrowbank.errors import ArrowbankError, CorruptionError, CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA, SCHEMA_HASH, SEGMENT_SCHEMA
 from arrowbank.verification.archived import Uids, rows_in
@@ -40,6 +41,7 @@ from arrowbank.verification.flipped import content_of, flipped_back
 __all__ = ["Rebuilt", "UnclearError", "is_old_copy", "rebuild"]
 
 _ID = re.compile(rb"[0-9a-f]{32}")
+_ID_IN_CLAIM = re.compile(rb'"bank":"([0-9a-f]{32})"')
 _MOST_IDS = 1000
 _MOST_BYTES = 1 << 24
 
@@ -113,15 +115,26 @@ def _refuse_newer(text: bytes) -> None:
 
 def _bank_id(paths: BankPaths, text: bytes) -> str:
     """Return the id under which the seals match."""
-    candidates = list(dict.fromkeys([*_ids_in_archive(paths), *_ids_in_manifests(paths, text)]))[:_MOST_IDS]
+    claimed = list(_ids_in_claims(paths))
+    candidates = list(dict.fromkeys([*claimed, *_ids_in_archive(paths), *_ids_in_manifests(paths, text)]))[:_MOST_IDS]
     streams: list[SegmentName | JournalName] = [*paths.segment_names(), *paths.journal_names()]
     proven = [one for one in candidates if any(_is_sealed_under(paths, name, one) for name in streams)]
     if len(proven) == 1:
         return proven[0]
+    if not proven and len(set(claimed)) == 1 and all(_is_empty(paths, name, claimed[0]) for name in streams):
+        return claimed[0]
     if len(proven) > 1:
         raise UnclearError(f"it has files of several banks: {', '.join(proven[:3])}")
     reason = "no seal matches under any bank id that can be found" if candidates else "the bank's id is lost with it"
     raise UnclearError(f"{reason}, and seals cannot be checked without it")
+
+
+def _ids_in_claims(paths: BankPaths) -> Iterator[str]:
+    for path in (paths.lock, *map(paths.claim, reversed(paths.claimed_sessions()))):
+        try:
+            yield from (found.decode() for found in _ID_IN_CLAIM.findall(read_small(path, _MOST_BYTES)))
+        except (CorruptionError, FileNotFoundError):
+            continue
 
 
 def _ids_in_archive(paths: BankPaths) -> Iterator[str]:
@@ -149,9 +162,19 @@ def _ids_in_manifests(paths: BankPaths, text: bytes) -> Iterator[str]:
 
 
 def _is_sealed_under(paths: BankPaths, name: SegmentName | JournalName, bank_id: str) -> bool:
+    return bool(_scan(paths, name, bank_id).records)
+
+
+def _is_empty(paths: BankPaths, name: SegmentName | JournalName, bank_id: str) -> bool:
+    """Whether a stream was begun, and nothing was ever written into it."""
+    found = _scan(paths, name, bank_id)
+    return not found.records and not found.damage
+
+
+def _scan(paths: BankPaths, name: SegmentName | JournalName, bank_id: str) -> Scan:
     is_segment = isinstance(name, SegmentName)
     data = map_file((paths.segments if is_segment else paths.journal) / str(name))
-    return bool(scan(data[:_MOST_BYTES], str(name), bank_id, SEGMENT_SCHEMA if is_segment else JOURNAL_SCHEMA).records)
+    return scan(data[:_MOST_BYTES], str(name), bank_id, SEGMENT_SCHEMA if is_segment else JOURNAL_SCHEMA)
 
 
 # -- the archive
@@ -291,14 +314,18 @@ def _bases(paths: BankPaths, manifest: Manifest) -> Iterator[str]:
     """Yield where reading may start: at the first part of all, and at each that begins with a snapshot."""
     for number, name in enumerate(paths.journal_names()):
         try:
-            entries, _ = read_journal(paths, name, manifest.bank_id)
+            entries, damage = read_journal(paths, name, manifest.bank_id)
         except CorruptRecordError:
             continue
-        if not entries or entries[0][0].sequence:
+        if not entries:
+            if not number and not name.part and not damage and not manifest.files:
+                yield ""  # begun, and nothing said yet
+            continue
+        if entries[0][0].sequence:
             continue
         if isinstance(entries[0][1], Snapshot):
             yield str(name)
-        elif not number and not name.part and not manifest.files and not manifest.carried:
+        elif not number and not name.part:
             yield ""
 
 

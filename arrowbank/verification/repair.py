@@ -115,7 +115,13 @@ class _Repair:
         """Return what was found under the claim, before anything was changed."""
         assert before.manifest is not None
         self._make_room_for_a_claim()
-        claim = claim_session(self._paths, self._takeover, self._lease_s, beyond=before.manifest.last_session)
+        claim = claim_session(
+            self._paths,
+            self._takeover,
+            self._lease_s,
+            bank_id=before.manifest.bank_id,
+            beyond=before.manifest.last_session,
+        )
         try:
             look = self._looker.settled()
             self._hides = any(found.mending is Mending.ACCEPT for found in _of_journal(look))
