@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -410,3 +410,30 @@ def test_a_bank_that_was_closed_again_and_again_misses_nothing(path: Path) -> No
             for draw in restored.draws:
                 bank.mark_consumed([str(group.uid) for group in draw.groups], draw.iteration, state=draw.state)
             bank.append(token_group(100 + number))
+
+
+@pytest.mark.parametrize("name", ["journal_names", "segment_names", "claimed_sessions"])
+@pytest.mark.parametrize("nth", range(4))
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_nothing_is_missed_that_a_session_writes_while_files_are_mapped(
+    path: Path, monkeypatch: pytest.MonkeyPatch, name: str, nth: int, when: str
+) -> None:
+    make(path)
+    paths, calls = BankPaths(path), count()
+    manifest, listed = read_manifest(paths), getattr(BankPaths, name)
+
+    def meanwhile(self: BankPaths) -> Any:
+        names = listed(self) if when == "after" else []
+        if next(calls) == nth:
+            monkeypatch.setattr(BankPaths, name, listed)
+            for iteration in (2, 3):  # two whole sessions, each closed
+                with RolloutBank.open(path) as bank:
+                    bank.restore(0)
+                    bank.mark_consumed([bank.append(token_group(100 + iteration))], iteration)
+        return names if when == "after" else listed(self)
+
+    monkeypatch.setattr(BankPaths, name, meanwhile)
+    state = read_state(paths, manifest)
+    assert (state.damage, state.hidden, state.lost) == ([], [], {})
+    assert len(state.groups) in (6, 8)
+    assert read_manifest(paths) == manifest

@@ -22,7 +22,6 @@ from runs import archive_three, tree
 from arrowbank import ArrowbankError, BankNotFoundError, RolloutBank, scan
 from arrowbank.archive import compaction, compactor, merging, view
 from arrowbank.durable import files
-from arrowbank.durable.layout import BankPaths
 from arrowbank.schema import ARCHIVE_SCHEMA
 
 
@@ -133,6 +132,8 @@ def test_a_reader_beside_a_busy_trainer_never_sees_a_rollout_twice_or_an_error(p
         thread.start()
         for at in itertools.count():
             settle_one(bank, at)
+            if at % 20 == 19:
+                bank.checkpoint(at + 1, wait=True)  # or it runs ahead of compaction, and segments pile up
             if at >= 60 and (looks > 3 or problems):
                 break
         stop.set()
@@ -223,11 +224,11 @@ def test_a_view_of_what_never_stands_still_is_an_error_and_one_of_the_archive_al
 
 def overtake(bank: RolloutBank, changes: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have the bank settle a group and commit while each of so many views is made; the second finds a file gone."""
-    make, tries = view._view, []
+    make, tries = view._HeldFiles, []
 
-    def overtaken(paths: BankPaths, manifest: Any, **options: bool) -> Any:
-        tries.append(manifest.commit)
-        made = make(paths, manifest, **options)
+    def overtaken(*given: Any, **options: bool) -> Any:
+        tries.append(len(tries))
+        made = make(*given, **options)
         if len(tries) <= changes:
             bank.mark_consumed([bank.append(token_group(len(tries)))], len(tries))
             bank.begin_iteration(len(tries) + 1)
@@ -236,7 +237,7 @@ def overtake(bank: RolloutBank, changes: int, monkeypatch: pytest.MonkeyPatch) -
             raise FileNotFoundError("planted")
         return made
 
-    monkeypatch.setattr(view, "_view", overtaken)
+    monkeypatch.setattr(view, "_HeldFiles", overtaken)
     return tries
 
 

@@ -24,7 +24,7 @@ from arrowbank.durable.layout import JournalName, SegmentName
 from arrowbank.durable.ledger import Ledger
 from arrowbank.durable.recovery import State, read_groups, read_state
 from arrowbank.durable.snapshot import make_snapshot
-from arrowbank.durable.stream import Damage
+from arrowbank.durable.stream import Damage, map_file
 
 __all__ = ["Archivist"]
 
@@ -96,8 +96,8 @@ class Archivist:
             _log.warning("%s: damaged files could not be copied; the next open tries again: %s", self._root, error)
             return
         self._swap(healed.retired, [group.uid for carried in healed.carried for group in carried.groups], ())
-        names = [carried.name for carried in healed.carried]
-        read_groups(self.store.paths, self.store.manifest, state, names)  # mapped, since a restore hands them back
+        copies = {one.name: map_file(self.store.paths.segments / str(one.name)) for one in healed.carried}
+        read_groups(copies, self.store.manifest, state)  # mapped, since a restore hands them back
         try:
             self.store.commit(Change())  # which takes away the damaged files
         except OSError as error:

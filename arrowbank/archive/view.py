@@ -2,7 +2,7 @@
 
 The archived part is read from the files that the manifest names, lazily where the engine can; the live part (pending,
 planned, and settled but not archived) from segments, in memory. A trainer may be writing meanwhile: when the manifest
-has changed, or a file is gone, by the time everything is open, the view is made again.
+has changed, or a file is gone, by the time everything is open, which takes a moment, all is opened again.
 
 Nothing damaged is returned as data: records are sealed, and each archived file is compared with its digest in the
 manifest before its first use, since some flipped bits pass Parquet's page checksums, which not every engine looks at.
@@ -30,7 +30,7 @@ from arrowbank.codec import StoredGroup, decode_group
 from arrowbank.durable.files import open_regular
 from arrowbank.durable.layout import BankPaths
 from arrowbank.durable.manifest import ArchiveFile, Manifest, read_manifest
-from arrowbank.durable.recovery import State, read_state
+from arrowbank.durable.recovery import LiveFiles, State, map_live_files, read_state
 from arrowbank.durable.segment import describe
 from arrowbank.errors import ArrowbankError, CorruptionError, CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA
@@ -215,34 +215,31 @@ def scan(path: str | Path, *, live: bool = True, verify: bool = True) -> BankVie
     paths = BankPaths(Path(path))
     paths.refuse_strangers(link=False)
     until = time.monotonic() + _PATIENCE_S
+    files: LiveFiles | None = None
     while True:
         manifest = read_manifest(paths)
-        view = None
         try:
-            view = _view(paths, manifest, live=live, verify=verify)
+            files = map_live_files(paths, manifest, files) if live else None
+            held = _HeldFiles(paths.version(manifest.version), manifest.files, verify=verify)
         except (FileNotFoundError, CorruptionError):
             if read_manifest(paths).commit == manifest.commit:
                 raise
-        if view is not None and (not live or read_manifest(paths).commit == manifest.commit):
-            return view  # open files stay whole; live rows may have moved to the archive meanwhile
+        else:
+            if files is None or read_manifest(paths).commit == manifest.commit:
+                break  # what is held stays as it is, whatever a trainer does from now on
         if time.monotonic() > until:
             raise ArrowbankError(
                 f"{paths.root}: the archive changed at each look for {_PATIENCE_S:g} s; scan it again, "
                 "when its trainer commits less often"
             )
-
-
-def _view(paths: BankPaths, manifest: Manifest, *, live: bool, verify: bool) -> BankView:
-    directory = paths.version(manifest.version)
-    held = _HeldFiles(directory, manifest.files, verify=verify)
-    names = tuple(directory / file.name for file in manifest.files)
-    rows, damage = _live_rows(paths, manifest) if live else (ARCHIVE_SCHEMA.empty_table(), ())
+    names = tuple(paths.version(manifest.version) / file.name for file in manifest.files)
+    rows, damage = (ARCHIVE_SCHEMA.empty_table(), ()) if files is None else _live_rows(paths, manifest, files)
     return BankView(names, rows, damage, held)
 
 
-def _live_rows(paths: BankPaths, manifest: Manifest) -> tuple[pa.Table, tuple[str, ...]]:
+def _live_rows(paths: BankPaths, manifest: Manifest, files: LiveFiles) -> tuple[pa.Table, tuple[str, ...]]:
     """Return the rows that are not archived, and what is damaged."""
-    state = read_state(paths, manifest)
+    state = read_state(paths, manifest, files=files)
     try:
         rows = _rows_of(state, manifest)
     except CorruptRecordError:

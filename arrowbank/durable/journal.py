@@ -42,6 +42,7 @@ __all__ = [
     "Sealed",
     "Snapshot",
     "read_journal",
+    "scan_journal",
 ]
 
 _log = logging.getLogger("arrowbank")
@@ -307,9 +308,13 @@ class Journal:
 
 
 def read_journal(paths: BankPaths, name: JournalName, bank_id: str) -> tuple[list[tuple[Record, Entry]], list[Damage]]:
+    """Read one part: see ``scan_journal``."""
+    return scan_journal(map_file(paths.journal / str(name)), name, bank_id)
+
+
+def scan_journal(data: memoryview, name: JournalName, bank_id: str) -> tuple[list[tuple[Record, Entry]], list[Damage]]:
     """Read one part: records and their entries. Damage is returned: the caller judges what it hides."""
-    path = paths.journal / str(name)
-    found = scan(map_file(path), path.name, bank_id, JOURNAL_SCHEMA)
+    found = scan(data, str(name), bank_id, JOURNAL_SCHEMA)
     return [(record, _decode(record)) for record in found.records], found.damage
 
 

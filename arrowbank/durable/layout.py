@@ -174,6 +174,7 @@ closed, when all its segments are gone with it.
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from collections.abc import Callable
@@ -366,18 +367,19 @@ def check_writer(name: str) -> str:
 
 
 def _names(directory: Path, parse: Callable[[str], _Name | None]) -> list[_Name]:
+    if not directory.is_dir():
+        return []
     found = []
-    for entry in directory.iterdir() if directory.is_dir() else ():
-        if entry.name.startswith("."):
-            continue  # a file system's own, as .nfs0000…
-        name = parse(entry.name)
-        try:
-            is_file = stat.S_ISREG(entry.lstat().st_mode)
-        except FileNotFoundError:
-            continue  # compaction unlinked it meanwhile
-        if name is None or not is_file:
-            raise CorruptionError(entry, "not a file that arrowbank writes here", hint="Move it out of the bank")
-        found.append(name)
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue  # a file system's own, as .nfs0000…
+            name = parse(entry.name)
+            if name is not None and entry.is_file(follow_symlinks=False):
+                found.append(name)
+            elif os.path.lexists(entry.path):  # not, when compaction unlinked it meanwhile
+                reason = "not a file that arrowbank writes here"
+                raise CorruptionError(entry.path, reason, hint="Move it out of the bank")
     return found
 
 

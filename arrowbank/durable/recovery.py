@@ -1,6 +1,7 @@
 """What a bank's files say: history from the journals, live groups from the segments. Reading only.
 
-Opening a bank and looking at one share this. Nothing here writes, so a second reading finds the same.
+Opening a bank and looking at one share this. Nothing here writes, so a second reading finds the same. Files are mapped
+before any is read: what a trainer at work appends, or takes away, meanwhile changes nothing.
 
 A file that was *sealed* (a journal entry says how many records of it count) has neither fewer nor more: what is missing
 is told, and what came later, from somebody who had lost his place by then, does not count.
@@ -8,21 +9,39 @@ is told, and what came later, from somebody who had lost his place by then, does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+import os
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
+from typing import TypeVar
 
 from arrowbank.durable.history import History
-from arrowbank.durable.journal import Abandoned, Entry, Facts, Snapshot, read_journal
+from arrowbank.durable.journal import Abandoned, Entry, Facts, Snapshot, scan_journal
 from arrowbank.durable.layout import BankPaths, JournalName, SegmentName
 from arrowbank.durable.manifest import Manifest
-from arrowbank.durable.segment import GroupRef, abandoned_in, check_head, read_segment
-from arrowbank.durable.session import journal_ends
+from arrowbank.durable.segment import GroupRef, abandoned_in, check_head
+from arrowbank.durable.session import JournalEnd, journal_ends
 from arrowbank.durable.snapshot import load_snapshot
-from arrowbank.durable.stream import Damage, Record, Scan
+from arrowbank.durable.stream import Damage, Record, Scan, map_file, scan
 from arrowbank.errors import CorruptRecordError
+from arrowbank.schema import SEGMENT_SCHEMA
 
-__all__ = ["State", "live_segments", "read_groups", "read_state"]
+__all__ = ["LiveFiles", "State", "live_segments", "map_live_files", "read_groups", "read_state"]
+
+
+_Name = TypeVar("_Name", JournalName, SegmentName)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveFiles:
+    """What a manifest says nothing of but where it begins, at one moment: files, mapped as long as they were then."""
+
+    ends: tuple[JournalEnd, ...]
+    """What LOCK and claims say of how journals ended."""
+    journal: dict[JournalName, memoryview]
+    segments: dict[SegmentName, memoryview]
+    """Those that count."""
 
 
 @dataclass(slots=True)
@@ -49,18 +68,55 @@ class State:
     """Sealed records that were read, of journals and segments."""
 
 
-def read_state(paths: BankPaths, manifest: Manifest, passed: Callable[[str], None] = lambda name: None) -> State:
+def map_live_files(paths: BankPaths, manifest: Manifest, before: LiveFiles | None = None) -> LiveFiles:
+    """Map what is not archived. The manifest must still be the same when this returns: a commit takes files away.
+
+    Whatever speaks of others is looked at before them, so that nothing is missed that only was not there yet.
+    before: of an earlier try. A file that has not grown since is not mapped again: names are used once, and what is
+    written stays.
+    Raises: CorruptionError for files that are not arrowbank's; FileNotFoundError when one goes meanwhile.
+    """
+    base = JournalName.parse(manifest.journal)
+
+    def parts() -> list[JournalName]:
+        return [name for name in paths.journal_names() if base is None or name >= base]
+
+    while True:
+        ends = tuple(journal_ends(paths, max((name.session for name in parts()), default=0)))
+        journal = _map(paths.journal, parts(), {} if before is None else before.journal)
+        live = live_segments(paths, manifest)
+        segments = _map(paths.segments, live, {} if before is None else before.segments)
+        begun = {name.session for name in parts()} - {name.session for name in journal}
+        if begun.isdisjoint(name.session for name in segments):
+            return LiveFiles(ends, journal, segments)
+
+
+def _map(directory: Path, names: Iterable[_Name], before: Mapping[_Name, memoryview]) -> dict[_Name, memoryview]:
+    mapped = {}
+    for name in names:
+        path = f"{directory}/{name}"  # thousands of them are a moment faster than as a Path
+        known = before.get(name)
+        mapped[name] = known if known is not None and len(known) == os.stat(path).st_size else map_file(path)
+    return mapped
+
+
+def read_state(
+    paths: BankPaths,
+    manifest: Manifest,
+    passed: Callable[[str], None] = lambda name: None,
+    files: LiveFiles | None = None,
+) -> State:
     """Read journals and live segments.
 
-    passed: is told the name of each file that was read.
+    passed: is told the name of each file that was read. files: where they were mapped before.
     Raises: CorruptionError for files that are not arrowbank's; CorruptRecordError for a sealed record that is no
     journal entry. Damage does not raise: it is listed.
     """
     state = State()
-    _read_journals(paths, manifest, state, passed)
-    live = live_segments(paths, manifest)
-    read_groups(paths, manifest, state, live, passed)
-    _note_missing(state, manifest, set(map(str, live)))
+    files = files or map_live_files(paths, manifest)
+    _read_journals(paths, manifest, state, files, passed)
+    read_groups(files.segments, manifest, state, passed)
+    _note_missing(state, manifest, set(map(str, files.segments)))
     return state
 
 
@@ -73,25 +129,26 @@ def live_segments(paths: BankPaths, manifest: Manifest) -> list[SegmentName]:
     ]  # fmt: skip
 
 
-def _read_journals(paths: BankPaths, manifest: Manifest, state: State, passed: Callable[[str], None]) -> None:
+def _read_journals(
+    paths: BankPaths, manifest: Manifest, state: State, files: LiveFiles, passed: Callable[[str], None]
+) -> None:
     """Fold the journals, from the base on, into history and facts."""
     base = JournalName.parse(manifest.journal)
     parts: list[_Part] = []
-    for name in paths.journal_names():
-        if base is None or name >= base:
-            parts.append(_Part(name, *read_journal(paths, name, manifest.bank_id)))
-            passed(str(name))
+    for name, data in files.journal.items():
+        parts.append(_Part(name, *scan_journal(data, name, manifest.bank_id)))
+        passed(str(name))
     state.journal_parts = len(parts)
     state.records += sum(len(part.entries) for part in parts)
     if base is not None:
         _load_base(base, parts, state)
-    ended = _note_ends(paths, base, parts, state)
+    ended = _note_ends(files.ends, base, state)
     for part in reversed(parts):  # a later session says how much of an earlier one's counts
         _judge(part, state, ended)
         for _, entry in part.entries:
             state.facts.add(entry)
     state.damage += [place for part in parts for place in part.damage]
-    _note_missing_parts(base, parts, state, {name.session for name in live_segments(paths, manifest)})
+    _note_missing_parts(base, parts, state, {name.session for name in files.segments})
     for part in parts:
         for record, entry in part.entries:
             if not isinstance(entry, Snapshot) and state.facts.counts(str(part.name), record.sequence):
@@ -107,11 +164,10 @@ class _Part:
     damage: list[Damage]
 
 
-def _note_ends(paths: BankPaths, base: JournalName | None, parts: list[_Part], state: State) -> set[str]:
+def _note_ends(ends: tuple[JournalEnd, ...], base: JournalName | None, state: State) -> set[str]:
     """Take in what LOCK and claims say of journals of closed sessions; return of which no journal says so yet."""
-    newest = max((part.name.session for part in parts), default=0)
     ended = set()
-    for said in journal_ends(paths, newest):
+    for said in ends:
         name = JournalName.parse(said.name)
         if name is not None and (base is None or name >= base) and said.name not in state.facts.records:
             state.facts.records[said.name] = said.records
@@ -199,16 +255,15 @@ def _iterations_around(damage: Damage, entries: list[tuple[Record, Entry]]) -> s
 
 
 def read_groups(
-    paths: BankPaths,
+    segments: Mapping[SegmentName, memoryview],
     manifest: Manifest,
     state: State,
-    names: Iterable[SegmentName],
     passed: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Read segments' groups into a state."""
+    """Read the groups of mapped segments into a state."""
     scans = {}
-    for name in names:
-        scans[name], data = read_segment(paths.segments / str(name), manifest.bank_id)
+    for name, data in segments.items():
+        scans[name] = scan(data, str(name), manifest.bank_id, SEGMENT_SCHEMA)
         passed(str(name))
         state.segment_bytes[name] = len(data)
         state.records += len(scans[name].records)

@@ -175,9 +175,9 @@ class Scan:
     """The sequence number before the first record that was looked for."""
 
 
-def map_file(path: Path) -> memoryview:
+def map_file(path: str | Path) -> memoryview:
     """Map a file for reading. The mapping lives as long as any view of it, and needs no descriptor."""
-    if not path.stat().st_size:
+    if not os.stat(path).st_size:
         return memoryview(b"")
     with pa.memory_map(os.fspath(path)) as file:  # Python's own mmap keeps a descriptor for each mapped segment
         return memoryview(file.read_buffer())
