@@ -202,7 +202,7 @@ class Takeovers:
         if not old.pid:
             raise AssertionError("the trainer never began")
         os.kill(old.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while any(state not in "TZ" for state in _states(old.pid)):
             assert time.monotonic() < deadline, _states(old.pid)
             time.sleep(0.001)
@@ -293,7 +293,7 @@ class Takeovers:
         if self._random.random() < 0.7:
             self._work(holder)
         hashes = _hashes(self._bank) if rests else {}
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not old.gone and not old.wrong and time.monotonic() < deadline:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(old.pid, signal.SIGCONT)  # again and again: only now it may come to where it stops itself

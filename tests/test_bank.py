@@ -120,6 +120,19 @@ def test_append_many_that_fails_on_the_disk_appends_none(path: Path, monkeypatch
         assert pending(again) == []
 
 
+@pytest.fixture
+def slow_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Syncs as a disk's: in memory they take no time, and none would be shared."""
+    fdatasync = os.fdatasync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(0.05)
+        fdatasync(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+
+
+@pytest.mark.usefixtures("slow_syncs")
 def test_appends_in_flight_share_syncs(bank: RolloutBank, path: Path) -> None:
     groups = [token_group(number) for number in range(64)]
 
@@ -132,14 +145,8 @@ def test_appends_in_flight_share_syncs(bank: RolloutBank, path: Path) -> None:
         assert sorted(map(str, uids(pending(again)))) == sorted(map(str, uids(groups)))
 
 
-def test_threads_that_append_share_syncs(path: Path, bank: RolloutBank, monkeypatch: pytest.MonkeyPatch) -> None:
-    fdatasync = os.fdatasync
-
-    def slow(descriptor: int) -> None:
-        time.sleep(0.01)
-        fdatasync(descriptor)
-
-    monkeypatch.setattr(os, "fdatasync", slow)
+@pytest.mark.usefixtures("slow_syncs")
+def test_threads_that_append_share_syncs(path: Path, bank: RolloutBank) -> None:
     given: list[str] = []
 
     def append(first: int) -> None:
@@ -155,20 +162,16 @@ def test_threads_that_append_share_syncs(path: Path, bank: RolloutBank, monkeypa
         assert sorted(map(str, uids(pending(again)))) == sorted(given)
 
 
+@pytest.mark.usefixtures("slow_syncs")
 def test_the_event_loop_runs_between_encodings_and_during_syncs(
     bank: RolloutBank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fdatasync, encode_group, encoded = os.fdatasync, codec.encode_group, []
-
-    def slow(descriptor: int) -> None:
-        time.sleep(0.1)
-        fdatasync(descriptor)
+    encode_group, encoded = codec.encode_group, []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         encoded.append(None)
         return encode_group(*args, **kwargs)
 
-    monkeypatch.setattr(os, "fdatasync", slow)
     monkeypatch.setattr(codec, "encode_group", counted)
 
     async def append() -> list[int]:
@@ -362,7 +365,7 @@ def test_mark_consumed_waits_for_appends_in_flight(bank: RolloutBank, monkeypatc
     group = token_group(1)
     thread = threading.Thread(target=bank.append, args=(group,))
     thread.start()
-    assert syncing.wait(5)
+    assert syncing.wait(60)
     bank.mark_consumed([str(group.uid)], 0)
     thread.join()
 

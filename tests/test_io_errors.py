@@ -93,7 +93,7 @@ def tell(channel: socket.socket, event: list[Any]) -> None:
 
 def wait_for_tracer() -> None:
     status = Path("/proc/self/status")
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while re.search(r"^TracerPid:\t0$", status.read_text(), re.MULTILINE):
         if time.monotonic() > end:
             raise TimeoutError("strace did not attach")
@@ -148,7 +148,7 @@ class Tracer:
         self._lines.close()
         self._channel.close()
         try:
-            self._server.wait(30)
+            self._server.wait(60)
         except subprocess.TimeoutExpired:
             self._server.kill()
             self._server.wait()
@@ -180,7 +180,7 @@ class Tracer:
         try:
             self._listen(outcome)
         finally:
-            _, said = strace.communicate(timeout=30)
+            _, said = strace.communicate(timeout=120)
         assert strace.returncode == 0, f"strace: {said}"
         outcome.log = joined(log.read_text().splitlines())
         return outcome

@@ -141,7 +141,7 @@ def test_threads_that_touch_a_group_together_decode_it_once(loader: Loader) -> N
 
     def slow() -> Any:
         entered.set()
-        leave.wait(10)
+        leave.wait(60)
         return loader()
 
     group = StoredGroup.of({"uid": "u"}, slow)
@@ -149,7 +149,7 @@ def test_threads_that_touch_a_group_together_decode_it_once(loader: Loader) -> N
     threads = [threading.Thread(target=lambda: found.append(group.rollouts)) for _ in range(4)]
     for thread in threads:
         thread.start()
-    entered.wait(10)
+    entered.wait(60)
     leave.set()
     for thread in threads:
         thread.join()
