@@ -28,7 +28,8 @@ def test_a_golden_bank_gives_what_it_gave_when_it_was_made(tmp_path: Path, name:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_golden_bank_has_something_of_everything(name: str) -> None:
     content = json.loads(lzma.decompress((HERE / f"{name}.json.xz").read_bytes()))
-    restored = content["restored"]
+    restored, verified = content["restored"], content["verified"]
+    assert verified["verdict"] == "damaged" and {"damage", "note"} <= {found[0] for found in verified["findings"]}
     assert {row["outcome"] for row in content["rows"]} == {"consumed", "evicted", None}
     assert len(restored["draws"]) == 3
     assert [draw["span"] for draw in restored["draws"]] == [2, 1, 1]

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the helpers of all tests
 
 from builders import EVERY, build, token_group
 
-from arrowbank import BankWriter, Restored, RolloutBank, RolloutGroup, exits, scan
-from golden.described import describe, describe_restored
+from arrowbank import BankWriter, Restored, RolloutBank, RolloutGroup, exits, scan, verify
+from golden.described import describe, describe_restored, describe_verified
 
 __all__ = ["HERE", "extract", "read"]
 
@@ -62,7 +62,8 @@ def extract(name: str, directory: Path) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return all that a bank has to give, as JSON: to readers, and to a trainer that resumes twice."""
+    """Return all that a bank has to give, as JSON: to who checks it, to readers, to a trainer that resumes twice."""
+    verified = describe_verified(verify(path))
     view = scan(path)
     rows = [describe(row) for row in view.to_arrow().to_pylist()]
     with RolloutBank.open(path, takeover="force", keep_checkpoints=1) as bank:
@@ -70,7 +71,7 @@ def read(path: Path) -> dict[str, Any]:
     with RolloutBank.open(path, takeover="force", keep_checkpoints=1) as bank:
         again = describe_restored(bank.restore(CHECKPOINT, mode="requeue"))
     rows.sort(key=lambda row: (row["group_uid"], row["member_index"]))
-    return {"rows": rows, "damage": list(view.damage), "restored": restored, "requeued": again}
+    return {"verified": verified, "rows": rows, "damage": list(view.damage), "restored": restored, "requeued": again}
 
 
 # -- making one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 
 from arrowbank.restored import Restored
 from arrowbank.types import RolloutGroup
+from arrowbank.verification.report import VerifyReport
 
-__all__ = ["describe", "describe_group", "describe_restored"]
+__all__ = ["describe", "describe_group", "describe_restored", "describe_verified"]
 
 
 def describe(value: Any) -> Any:
@@ -74,3 +76,9 @@ def describe_restored(restored: Restored) -> Any:
         "parent": report.parent,
         "recorded": report.recorded,
     }
+
+
+def describe_verified(report: VerifyReport) -> Any:
+    """Return what was found and where, not in which words: those may become better."""
+    found = [[str(one.severity), one.path, one.offset, sorted(one.uids), one.iteration] for one in report.findings]
+    return {"verdict": report.verdict, "findings": sorted(found, key=repr), "counts": asdict(report.counts)}
