@@ -14,13 +14,14 @@ import pyarrow.parquet as pq
 import xxhash
 
 from arrowbank.durable import files
+from arrowbank.durable.files import reading
 from arrowbank.durable.manifest import ArchiveFile
 from arrowbank.errors import CorruptionError, CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA
 
 __all__ = [
     "ROW_GROUP_BYTES", "TABLE_BYTES", "check_content", "check_file", "describe_file", "descriptor_digest",
-    "file_digest", "row_group_end", "told_as_damage", "write_parquet", "write_tables",
+    "file_digest", "is_of_bank", "row_group_end", "told_as_damage", "write_parquet", "write_tables",
 ]  # fmt: skip
 
 ROW_GROUP_BYTES = 8 << 20
@@ -68,6 +69,22 @@ def write_tables(where: Path | pa.NativeFile, tables: Iterable[pa.Table]) -> int
                 writer.write_table(table.slice(start, length), row_group_size=max(length, 1))
             rows += table.num_rows
     return rows
+
+
+def is_of_bank(path: Path, bank_id: str) -> bool:
+    """Whether this is a file of the bank's archive, by its footer; False for what is none, or cannot be read."""
+    try:
+        with reading(path) as descriptor:
+            metadata = pq.read_metadata(f"/proc/self/fd/{descriptor}")
+    except (CorruptionError, OSError, pa.ArrowException):
+        return False
+    if metadata.num_row_groups == 0 or metadata.num_columns == 0:
+        return False
+    names = [metadata.schema.column(at).path for at in range(metadata.num_columns)]
+    if "run_id" not in names:
+        return False
+    told = [metadata.row_group(at).column(names.index("run_id")).statistics for at in range(metadata.num_row_groups)]
+    return all(one is not None and one.has_min_max and one.min == one.max == bank_id for one in told)
 
 
 def describe_file(path: Path, *, rows: int, expected: int, groups: int) -> ArchiveFile:

@@ -4,18 +4,19 @@
 its file into that directory and then replaces the manifest. One that also takes files out makes the next version
 directory, of hard links, replaces the manifest and then repoints ``archive``, so that a glob sees every rollout once.
 A file that the manifest does not name was left by a crash in between; its inputs are still live, so it is removed at
-open.
+open. But nothing goes of which there may be no other copy, while something is missing that the manifest names.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from arrowbank.archive.parquet import write_parquet
+from arrowbank.archive.parquet import is_of_bank, write_parquet
 from arrowbank.durable import files
 from arrowbank.durable.layout import ArchiveName, BankPaths, JournalName, SegmentName
 from arrowbank.durable.manifest import ArchiveFile, Manifest, read_manifest, write_manifest
@@ -79,18 +80,20 @@ class ArchiveStore:
     def settle(self) -> None:
         """At open: finish what a crash cut short. What the manifest does not name goes, and the link is set right."""
         directory = self.paths.version(self.manifest.version)
-        carried = [name for name in self.paths.segment_names() if name.is_carried]
-        self._remove(self._unlisted(directory), directory)
-        unnamed = [self.paths.segments / str(name) for name in carried if str(name) not in self.manifest.carried]
-        self._remove(unnamed, self.paths.segments)
+        unlisted = self._unlisted(directory)
+        if not self._missing_commits():
+            self._remove(unlisted, directory)
+        unnamed = [name for name in self.paths.segment_names() if self._is_stray(name)]
+        if not self._misses_carried():
+            self._remove([self.paths.segments / str(name) for name in unnamed], self.paths.segments)
         self._set_link()
         self._clean_up(self.manifest, self.manifest.retired)
 
     def _unlisted(self, directory: Path) -> list[Path]:
         """Return what a crash has left of a commit that did not come to be; its inputs are live.
 
-        A file of a later commit than the next is none of these: then the manifest is an old copy. Other names are not
-        ours to touch.
+        A file of a later commit than the next is none of these: then the manifest is an old copy. Other names, and
+        files of other banks, are not ours to touch.
         """
         try:
             entries = list(directory.iterdir())
@@ -102,7 +105,7 @@ class ArchiveStore:
         found = []
         for entry in entries:
             name = ArchiveName.parse(entry.name)
-            if name is None or entry.name in listed:
+            if name is None or entry.name in listed or not is_of_bank(entry, self.manifest.bank_id):
                 continue
             if name.commit > self.manifest.commit + 1:
                 raise CorruptManifestError(
@@ -112,6 +115,23 @@ class ArchiveStore:
                 )
             found.append(entry)
         return found
+
+    def _missing_commits(self) -> list[int]:
+        """Return of which commits files of the archive are not there as they were written: segments that these commits
+        retired, and files that are there under other names or in other versions, may be all that is left of them.
+        """
+        directory = self.paths.version(self.manifest.version)
+        names = {file.name: ArchiveName.parse(file.name) for file in self.manifest.files}
+        return [
+            0 if (name := names[file.name]) is None else name.commit
+            for file in self.manifest.files if _size(directory / file.name) != file.nbytes
+        ]  # fmt: skip
+
+    def _is_stray(self, name: SegmentName) -> bool:
+        return name.is_carried and str(name) not in self.manifest.carried
+
+    def _misses_carried(self) -> bool:
+        return any(_size(self.paths.segments / name) is None for name in self.manifest.carried)
 
     def commit(self, change: Change, roll: Callable[[], JournalName] | None = None) -> None:
         """Publish what was made under tmp/ and replace the manifest.
@@ -240,15 +260,19 @@ class ArchiveStore:
 
     def _clean_up(self, manifest: Manifest, retired: Iterable[str]) -> None:
         """Remove what is older than ``manifest``: retired segments, version directories, parts of the journal."""
-        gone = frozenset(retired)
+        missing, misses_carried = max(self._missing_commits(), default=0), self._misses_carried()
+        gone = frozenset(
+            name for name in retired if not misses_carried and self.manifest.retired.get(name, 0) > missing
+        )
         self._remove([self.paths.segments / name for name in gone], self.paths.segments)
         self._unlinked = gone
         current = {manifest.version, self.manifest.version}
         versions = [number for number in self.paths.version_numbers() if number not in current]
         base = JournalName.parse(manifest.journal)
-        parts = [name for name in self.paths.journal_names() if base is not None and name < base]
-        self._remove([self.paths.journal / str(name) for name in parts], self.paths.journal)
-        if versions:
+        if base is not None and _size(self.paths.journal / str(base)):
+            parts = [name for name in self.paths.journal_names() if name < base]
+            self._remove([self.paths.journal / str(name) for name in parts], self.paths.journal)
+        if versions and not missing:
             self._check_fence()
             for number in versions:
                 files.remove_directory(self.paths.version(number), self.tmp)
@@ -257,6 +281,15 @@ class ArchiveStore:
         if paths:
             self._check_fence()  # after listing: what a later session adds is not ours to remove
             files.remove(paths, directory)
+
+
+def _size(path: Path) -> int | None:
+    """Return how large a file is; None when no file is there."""
+    try:
+        status = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _target(version: int) -> Path:

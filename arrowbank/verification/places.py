@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from arrowbank.archive.parquet import is_of_bank
 from arrowbank.durable.layout import ArchiveName, BankPaths, JournalName, SegmentName
 from arrowbank.durable.manifest import Manifest
 from arrowbank.durable.session import Holder, read_claim, read_lock
@@ -67,9 +68,13 @@ def strangers(paths: BankPaths, manifest: Manifest | None) -> Iterator[tuple[Pat
                 yield entry, "not a file that arrowbank writes here"
             elif parse(entry.name) is not None:
                 yield from _unless(entry, stat.S_ISREG, "a file")
+    listed = _listed(manifest)
     for entry in _entries(paths.version(manifest.version)) if manifest else ():
         if ArchiveName.parse(entry.name) is not None:
             yield from _unless(entry, stat.S_ISREG, "a file")
+            is_file = entry.name not in listed and _is(entry, stat.S_ISREG)
+            if manifest and is_file and not is_of_bank(entry, manifest.bank_id):
+                yield entry, "not a file of this bank's archive, and whoever globs archive/*.parquet reads it"
         elif entry.name.endswith(".parquet"):
             yield entry, "not a file of the archive, and whoever globs archive/*.parquet reads it"
 
@@ -165,16 +170,31 @@ def _holder(paths: BankPaths, holder: Holder | None) -> str:
 def _leftovers_of_commits(paths: BankPaths, manifest: Manifest) -> Iterator[Finding]:
     """What a kill has left of commits that did not come to be, or were not tidied up."""
     advice = "The next open takes it away"
-    listed = {file.name for file in manifest.files} | {str(ArchiveName(0, 0))}
-    for entry in _entries(paths.version(manifest.version)):
+    directory, listed = paths.version(manifest.version), _listed(manifest)
+    sizes = [_size(directory / file.name) == file.nbytes for file in manifest.files]
+    for entry in _entries(directory):
         name = ArchiveName.parse(entry.name)
-        if name is not None and entry.name not in listed and _is(entry, stat.S_ISREG):
+        if name is None or entry.name in listed or not is_of_bank(entry, manifest.bank_id):
+            continue
+        if all(sizes):
             reason = "the manifest does not name it: left by a kill, and its inputs are there"
             yield note(_name(paths, entry), reason, advice, Mending.REPAIR)
+        else:
+            reason = "the manifest does not name it, and files that it does name are missing or damaged"
+            yield note(_name(paths, entry), reason, "It is left alone until those are there")
     for name in _known(paths.segments, SegmentName.parse):
         if name.is_carried and str(name) not in manifest.carried and str(name) not in manifest.retired:
             reason = "the manifest does not name it: left by a kill"
             yield note(f"segments/{name}", reason, advice, Mending.REPAIR)
+
+
+def _listed(manifest: Manifest | None) -> set[str]:
+    return {str(ArchiveName(0, 0)), *(file.name for file in (manifest.files if manifest else ()))}
+
+
+def _size(path: Path) -> int | None:
+    status = status_of(path)
+    return None if status is None else status.st_size
 
 
 def _leftovers(paths: BankPaths) -> Iterator[Finding]:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from arrowbank.archive.parquet import file_digest
+from arrowbank.archive.parquet import file_digest, is_of_bank
 from arrowbank.durable.files import read_small
 from arrowbank.durable.journal import JOURNAL_SCHEMA, Snapshot, read_journal
 from arrowbank.durable.layout import ArchiveName, BankPaths, JournalName, SegmentName
@@ -90,8 +90,9 @@ def rebuild(paths: BankPaths) -> Rebuilt:
 
 def is_old_copy(paths: BankPaths, manifest: Manifest) -> str | None:
     """Say which file of the archive is of a later commit than a manifest could know; None when none is."""
-    names = _archive_names(paths.version(manifest.version))
-    return next((str(name) for name in names if name.commit > manifest.commit + 1), None)
+    directory = paths.version(manifest.version)
+    later = [str(name) for name in _archive_names(directory) if name.commit > manifest.commit + 1]
+    return next((name for name in later if is_of_bank(directory / name, manifest.bank_id)), None)
 
 
 # -- what is left of the manifest itself
