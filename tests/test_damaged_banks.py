@@ -35,7 +35,7 @@ from damaged_banks import (
 )
 from damages import NAMED, at_random, pick
 
-from arrowbank import ArrowbankError, CorruptionError, CorruptRecordError, RolloutBank
+from arrowbank import ArrowbankError, BankLockedError, CorruptionError, CorruptRecordError, RolloutBank
 from arrowbank.durable.layout import BankPaths
 from arrowbank.durable.manifest import read_manifest
 from arrowbank.durable.recovery import live_segments
@@ -192,7 +192,7 @@ def test_a_claim_that_does_not_say_who_holds_the_bank_is_refused_until_forced(
     corruptors.rewrite(root / "sessions/0002", change)
     corruptors.delete(root / "LOCK")
     before = contents(root)
-    with pytest.raises(CorruptionError, match="sessions/0002"):
+    with pytest.raises(BankLockedError, match="sessions/0002"):
         RolloutBank.open(root)
     assert contents(root) == before
     assert isinstance(judge(model, root, takeover="force"), Found)

@@ -13,6 +13,7 @@ from builders import token_group
 from runs import kill, tree
 
 from arrowbank import CorruptionError, CorruptRecordError, RolloutBank
+from arrowbank.archive import healing
 from arrowbank.durable.journal import JOURNAL_SCHEMA
 from arrowbank.durable.layout import BankPaths
 from arrowbank.durable.manifest import read_manifest
@@ -88,7 +89,11 @@ def test_a_damaged_record_costs_that_record_and_is_told(tmp_path: Path, hit: int
         assert len(str(restored.report).splitlines()) == 5
 
 
-def test_what_an_unfinished_append_left_out_was_never_acknowledged_and_is_not_told_as_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("attempts", [0, 1, 3])
+def test_what_an_unfinished_append_left_out_was_never_acknowledged_and_is_not_told_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempts: int
+) -> None:
+    """Nor after opens that say how many records count, and get no further."""
     bank = RolloutBank.open(tmp_path)
     bank.restore(0)
     bank.append(token_group(0))
@@ -98,9 +103,17 @@ def test_what_an_unfinished_append_left_out_was_never_acknowledged_and_is_not_to
     second = edges_of(tmp_path, segment)[1]
     data[second : second + 8] = bytes(8)  # the sync did not return, and this page was not written
     segment.write_bytes(data)
+    for _ in range(attempts):
+        with monkeypatch.context() as patch:
+            patch.setattr(healing, "copy", fails)
+            kill(tmp_path)
     with kill(tmp_path) as bank:
         report = bank.restore(0).report
         assert (report.pending_groups, len(report.torn), report.corrupt, report.lost_records) == (2, 1, (), 0)
+
+
+def fails(*_: object) -> None:
+    raise OSError(5, "planted")
 
 
 def test_records_that_the_journal_says_were_there_are_lost_though_the_file_ends_cleanly(tmp_path: Path) -> None:

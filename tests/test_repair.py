@@ -15,7 +15,6 @@ from runs import archive_three, tree
 
 from arrowbank import (
     BankLockedError,
-    CorruptionError,
     FormatVersionError,
     RepairReport,
     RolloutBank,
@@ -216,7 +215,7 @@ def test_a_newest_claim_that_says_nothing_is_refused_until_forced(model: Model, 
     corruptors.rewrite(root / "sessions/0002", lambda data: b"")
     corruptors.delete(root / "LOCK")
     before = contents(root)
-    with pytest.raises(CorruptionError, match="sessions/0002"):
+    with pytest.raises(BankLockedError, match="sessions/0002"):
         repair(root)
     assert contents(root) == before
     assert repair(root, takeover="force").is_healthy

@@ -225,7 +225,10 @@ def test_what_lies_under_the_number_of_a_session_to_come_is_taken_away(paths: Ba
 def test_a_claim_that_says_nothing_needs_force(paths: BankPaths) -> None:
     claim_session(paths, "auto", bank_id="b")
     paths.claim(1).write_text("{")
-    with pytest.raises(CorruptionError, match="force"):
+    with pytest.raises(BankLockedError, match="another handle of this very process"):
+        claim_session(paths, "auto", bank_id="b")
+    paths.lock.write_text("{")
+    with pytest.raises(BankLockedError, match="nor LOCK says who has the bank"):
         claim_session(paths, "auto", bank_id="b")
     assert claim_session(paths, "force", bank_id="b").session == 2
 

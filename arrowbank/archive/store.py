@@ -18,11 +18,12 @@ from pathlib import Path
 
 from arrowbank.archive.parquet import is_of_bank, write_parquet
 from arrowbank.durable import files
+from arrowbank.durable.journal import Snapshot, read_journal
 from arrowbank.durable.layout import ArchiveName, BankPaths, JournalName, SegmentName
 from arrowbank.durable.manifest import ArchiveFile, Manifest, read_manifest, write_manifest
-from arrowbank.errors import ArrowbankError, CorruptionError, CorruptManifestError
+from arrowbank.errors import ArrowbankError, CorruptionError, CorruptManifestError, CorruptRecordError
 
-__all__ = ["ArchiveStore", "Change", "create_bank"]
+__all__ = ["ArchiveStore", "Change", "create_bank", "has_base", "superseded_journals"]
 
 _EMPTY = str(ArchiveName(0, 0))
 """The file without rows."""
@@ -268,9 +269,8 @@ class ArchiveStore:
         self._unlinked = gone
         current = {manifest.version, self.manifest.version}
         versions = [number for number in self.paths.version_numbers() if number not in current]
-        base = JournalName.parse(manifest.journal)
-        if base is not None and _size(self.paths.journal / str(base)):
-            parts = [name for name in self.paths.journal_names() if name < base]
+        parts = superseded_journals(self.paths, manifest)
+        if parts and has_base(self.paths, manifest):
             self._remove([self.paths.journal / str(name) for name in parts], self.paths.journal)
         if versions and not missing:
             self._check_fence()
@@ -281,6 +281,24 @@ class ArchiveStore:
         if paths:
             self._check_fence()  # after listing: what a later session adds is not ours to remove
             files.remove(paths, directory)
+
+
+def superseded_journals(paths: BankPaths, manifest: Manifest) -> list[JournalName]:
+    """Return the parts of the journal that the one which reading starts with has summed up."""
+    base = JournalName.parse(manifest.journal)
+    return [] if base is None else [name for name in paths.journal_names() if name < base]
+
+
+def has_base(paths: BankPaths, manifest: Manifest) -> bool:
+    """Whether the part of the journal that reading starts with is there, and begins with its snapshot."""
+    base = JournalName.parse(manifest.journal)
+    if base is None:
+        return True
+    try:
+        entries, _ = read_journal(paths, base, manifest.bank_id)
+    except (FileNotFoundError, CorruptRecordError):
+        return False
+    return bool(entries) and not entries[0][0].sequence and isinstance(entries[0][1], Snapshot)
 
 
 def _size(path: Path) -> int | None:

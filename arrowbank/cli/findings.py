@@ -70,12 +70,14 @@ def _section(title: str, findings: Sequence[Finding], style: str) -> Iterator[Te
 
 
 def _lost(report: RepairReport) -> Iterator[Text]:
-    if report.lost_records or report.lost_draws:
+    if report.lost_records or report.lost_draws or report.lost_journals:
         verb = "cannot be saved" if report.dry_run else "could not be saved"
         yield Text()
         yield Text(f"{verb}:", "bold red")
     if report.lost_records:
         yield Text(f"  {counted(report.lost_records, 'record')} that had been acknowledged")
+    for name in report.lost_journals[:_MOST]:
+        yield Text(f"  draws, evictions and checkpoints that journal/{name} may have told of")
     for iteration, uids in list(report.lost_draws.items())[:_MOST]:
         yield Text(f"  {counted(len(uids), 'group')} drawn at iteration {iteration}: {' '.join(uids[:3])}{_more(uids)}")
 

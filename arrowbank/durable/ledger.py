@@ -214,15 +214,20 @@ class Ledger:
         their old owner, should he live, adds from now on does not count.
         """
         facts = self._finish_dead_files()
+        gone = [
+            Abandoned(fact.name, part.start, len(part))
+            for fact in facts for part in self.state.unfinished.get(fact.name, ())
+        ]  # fmt: skip
         closed = []
         while self._appender.closed:
             closed.append(self._appender.closed.popleft())
         try:
-            self._journal.write([*([Sealed((*facts, *closed))] if facts or closed else []), *entries])
+            self._journal.write([*gone, *([Sealed((*facts, *closed))] if facts or closed else []), *entries])
         except BaseException:
             self._appender.closed.extendleft(reversed(closed))
             raise
         self.state.unsealed.clear()
+        self.state.unfinished.clear()
 
     def _finish_dead_files(self) -> list[SegmentFacts]:
         dead = {name: (self._place(name), records) for name, records in self._dead_files().items()}

@@ -62,6 +62,8 @@ class State:
     """Segment → records that were acknowledged there and cannot be read."""
     unsealed: dict[str, int] = field(default_factory=dict)
     """Segments and parts of the journal of which no entry says how many records count → how many were found."""
+    unfinished: dict[str, list[range]] = field(default_factory=dict)
+    """Unsealed segment → sequence numbers of records that are not there, of appends that did not return."""
     twice: dict[str, SegmentName] = field(default_factory=dict)
     """Live groups that stand a second time → where. The first one counts."""
     records: int = 0
@@ -279,12 +281,14 @@ def read_groups(
 def _take_in_segment(state: State, name: SegmentName, found: Scan) -> None:
     sealed = state.facts.records.get(str(name))
     written = found.records[-1].sequence + 1 if found.records else 0
-    unfinished = 0
+    unfinished: list[range] = []
     if sealed is None:
         if not name.is_carried:
             state.unsealed[str(name)] = written
         sealed = written
-        unfinished = sum(damage.lost or 0 for damage in found.damage if damage.torn)  # of an append that did not return
+        unfinished = _unfinished(found)
+        if unfinished:
+            state.unfinished[str(name)] = unfinished
     if written < sealed:  # its end is gone: no torn tail, since all of it was acknowledged
         tail = found.damage.pop() if found.damage and found.damage[-1].lost is None else _gap(str(name), None)
         found.damage.append(replace(tail, torn=False, lost=sealed - written))
@@ -294,8 +298,14 @@ def _take_in_segment(state: State, name: SegmentName, found: Scan) -> None:
     for record in found.records:
         if record.sequence < sealed and state.facts.counts(str(name), record.sequence):
             count += abandoned_in(record.head) is not None or _take_in(state, name, record)
-    if (lost := sealed - given_up - unfinished - count) > 0:
+    if (lost := sealed - given_up - sum(map(len, unfinished)) - count) > 0:
         state.lost[str(name)] = lost
+
+
+def _unfinished(found: Scan) -> list[range]:
+    places = {record.offset: record.sequence for record in found.records}
+    behind = [(places.get(part.offset + part.length), part.lost or 0) for part in found.damage if part.torn]
+    return [range(sequence - lost, sequence) for sequence, lost in behind if sequence is not None and lost]
 
 
 def _take_in(state: State, name: SegmentName, record: Record) -> bool:

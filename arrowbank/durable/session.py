@@ -224,14 +224,15 @@ def claim_session(
     none for ``lease_s`` seconds of ``clock``, and it is taken over. The number is higher than ``beyond``.
     """
     for _ in range(_ATTEMPTS):
-        last = max(beyond, *paths.used_sessions(), 0)
+        lock = _told(read_lock, paths)
+        last = max(beyond, *paths.used_sessions(), lock.holder.session if lock else 0, 0)
         if last >= LAST_SESSION:
             raise CorruptionError(paths.root, f"a file's name says session {last}, and no number is left for another")
-        sessions = paths.claimed_sessions()
-        if sessions and takeover != "force":
-            _wait_until_free(paths, sessions[-1], takeover, lease_s, clock, sleep)
-        lock = read_lock(paths)
-        journal = lock.journal if lock and lock.closed and sessions[-1:] == [lock.holder.session] else None
+        newest = max([*paths.claimed_sessions(), lock.holder.session if lock else 0])
+        if newest and takeover != "force":
+            _wait_until_free(paths, newest, takeover, lease_s, clock, sleep)
+        lock = _told(read_lock, paths)
+        journal = lock.journal if lock and lock.closed and lock.holder.session == newest else None
         claim = _try_claim(
             paths, last + 1, bank_id, journal
         )  # not a higher one: who claims this meanwhile must be asked, too
@@ -273,12 +274,11 @@ def _wait_until_free(
     """Return once ``session`` may be taken over, or is the last one no more. Raises BankLockedError."""
     if _was_closed(paths, session):
         return
-    holder = read_claim(paths, session)
+    holder = _told(read_claim, paths, session) or _locked(paths, session)
     if holder is None:
-        raise CorruptionError(
-            paths.claim(session),
-            "the claim does not say who holds the bank",
-            hint='Open with takeover="force" if nobody does',
+        raise BankLockedError(
+            f"{paths.root}: neither {paths.claim(session)} nor LOCK says who has the bank; if nobody does, open it "
+            'with takeover="force" (arrowbank repair --takeover force)'
         )
     held = f"{paths.root} is held by {holder}"
     if holder.is_this_process():
@@ -289,11 +289,19 @@ def _wait_until_free(
             'takeover="force"'
         )
     gone = holder.is_gone()
+    if gone is False and not paths.claim(session).exists():
+        raise BankLockedError(f"{held}, which lives, though its claim was removed: end that process first")
     if takeover == "never":
         hint = "its process is gone without closing" if gone else "it has not closed"
         raise BankLockedError(f'{held}: {hint}; open with takeover="auto" to go on once it is gone')
     if not gone:
         _watch(paths, holder, held, lease_s, clock, sleep)
+
+
+def _locked(paths: BankPaths, session: int) -> Holder | None:
+    """Return who holds a session by what LOCK says, which repeats the newest claim."""
+    lock = _told(read_lock, paths)
+    return lock.holder if lock is not None and lock.holder.session == session else None
 
 
 def _watch(

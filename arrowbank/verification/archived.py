@@ -222,7 +222,7 @@ def _repeated(paths: BankPaths, directory: Path, uids: Uids, parts: dict[str, ND
 
 
 class Copies:
-    """Finds copies of files of the archive, under whatever name, inside the bank. Looks at it when first asked."""
+    """Finds copies of files of the archive, under whatever name, anywhere in the bank. Looks at it when first asked."""
 
     def __init__(self, paths: BankPaths, manifest: Manifest) -> None:
         self._paths = paths
@@ -240,11 +240,10 @@ class Copies:
 
     def _sizes(self) -> dict[int, list[Path]]:
         found: dict[int, list[Path]] = {}
-        versions = map(self._paths.version, self._paths.version_numbers())
-        for directory in (*versions, self._paths.archive, self._paths.quarantine):
-            for path in sorted(directory.iterdir()) if directory.is_dir() and not directory.is_symlink() else ():
-                status = path.lstat()
-                if stat.S_ISREG(status.st_mode):
+        for directory, _, names in os.walk(self._paths.root):  # follows no link
+            for path in (Path(directory, name) for name in sorted(names)):
+                status = status_of(path)
+                if status is not None and stat.S_ISREG(status.st_mode):
                     found.setdefault(status.st_size, []).append(path)
         return found
 

@@ -44,11 +44,11 @@ def keep_copy(paths: BankPaths, path: Path, reason: str, tmp: Path) -> None:
 
 
 def note_losses(
-    paths: BankPaths, tmp: Path, session: int, draws: Mapping[int, tuple[str, ...]], records: Mapping[str, int]
+    paths: BankPaths, tmp: Path, session: int, draws: Mapping[int, tuple[str, ...]], records: Mapping[str, int | None]
 ) -> None:
     """Write down which groups of draws, and how many records of files that are missing, could not be saved.
 
-    Once per session. Durability: as ``move_aside``.
+    records: None where nothing tells how many there were. Once per session. Durability: as ``move_aside``.
     """
     said = {
         "file": "",
@@ -56,7 +56,7 @@ def note_losses(
         "uids": sorted({uid for uids in draws.values() for uid in uids}),
         "draws": {str(at): list(uids) for at, uids in draws.items()},
         "files": dict(records),
-        "records": sum(records.values()),
+        "records": sum(count or 0 for count in records.values()),
     }
     files.replace(paths.quarantine / f"lost-s{session:04d}.json", _dumped(said), tmp)
 

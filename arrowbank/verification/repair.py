@@ -96,9 +96,11 @@ def _blocked(look: Look) -> bool:
 def _report(
     path: str | Path, dry_run: bool, look: Look, mended: tuple[Finding, ...], left: tuple[Finding, ...], notes: int
 ) -> RepairReport:
-    lost = 0 if look.state is None else sum(look.state.lost.values())
+    hidden = [] if look.state is None else [place for place, _ in look.state.hidden]
+    lost = sum(place.lost or 0 for place in hidden) + (0 if look.state is None else sum(look.state.lost.values()))
     draws = by_iteration(found for found in (*mended, *left) if found.is_damage)
-    return RepairReport(str(path), dry_run, mended, left, lost, draws, notes)
+    journals = tuple(dict.fromkeys(place.name for place in hidden))
+    return RepairReport(str(path), dry_run, mended, left, lost, draws, journals, notes)
 
 
 class _Repair:
@@ -172,9 +174,9 @@ class _Repair:
         """Put files of the archive back of which a copy is there, and the one without rows."""
         directory = self._paths.version(manifest.version)
         files.make_directories([directory])
-        copies = Copies(self._paths, manifest)
         for file in reversed(wanted_files(manifest)):  # the one without rows last: another may stand under its name
             path, unfinished = directory / file.name, claim.tmp / file.name
+            copies = Copies(self._paths, manifest)  # each time anew: the one before may have moved some
             if path.exists() and not isinstance(check_file(self._paths, path, file, copies), Finding):
                 continue
             if file is EMPTY_FILE:
@@ -203,8 +205,10 @@ class _Repair:
             drop_undecodable(state, state.segment_bytes, require_group)
             gone = _missing_segments(state) if self._accept_damage else []
             lost = by_iteration(found for found in _wanted(look, self._accept_damage) if found.is_damage)
-            if lost or gone:
-                missing = {str(name): state.lost.get(str(name), 0) for name in gone}
+            missing: dict[str, int | None] = {str(name): state.lost.get(str(name), 0) for name in gone}
+            if self._accept_damage:  # of damage that has bytes, these lie in quarantine
+                missing |= {place.name: place.lost for place, _ in state.hidden if not place.length}
+            if lost or missing:
                 note_losses(self._paths, claim.tmp, claim.session, lost, missing)
             if look.rebuilt is not None and not look.rebuilt.is_exact:
                 drawn = {uid for line in state.history.lines.values() for uid in line.places}

@@ -155,6 +155,8 @@ class RepairReport:
     """Records that were acknowledged once, and could not be saved."""
     lost_draws: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """Iteration → groups of its draws that could not be saved."""
+    lost_journals: tuple[str, ...] = ()
+    """Parts of the journal, in all or part of which there may have been draws, evictions and checkpoints."""
     quarantined: int = 0
     """Places in quarantine/ afterwards."""
 
@@ -172,6 +174,7 @@ class RepairReport:
             "left": [asdict(found) for found in self.left],
             "lost_records": self.lost_records,
             "lost_draws": {str(at): list(uids) for at, uids in self.lost_draws.items()},
+            "lost_journals": list(self.lost_journals),
             "quarantined": self.quarantined,
         }
 
