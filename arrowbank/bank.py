@@ -94,7 +94,7 @@ class RolloutBank(Appends):
             )
         if "://" in os.fspath(path):
             raise ValueError(f"{path}: a bank being written lies in a directory, not at a URL")
-        paths = BankPaths(Path(path).absolute())
+        paths = BankPaths.at(path)
         if paths.root.exists() and not paths.root.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "a bank is a directory, and this is none", os.fspath(path))
         paths.refuse_strangers(link=True)

@@ -82,7 +82,7 @@ class BankWriter(Appends):
         """
         if name == MAIN:
             raise ValueError(f"writer name {name!r} is the coordinator's; choose another")
-        paths = BankPaths(Path(path or token.path).absolute())
+        paths = BankPaths.at(token.path if path is None else path)
         found = read_manifest(paths).bank_id
         if found != token.bank_id:
             raise ValueError(f"{paths.root}: bank {found}, and the token is of bank {token.bank_id}")

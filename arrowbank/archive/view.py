@@ -212,7 +212,7 @@ def scan(path: str | Path, *, live: bool = True, verify: bool = True) -> BankVie
     Raises: BankNotFoundError, CorruptManifestError, FormatVersionError, SchemaMismatchError, CorruptionError;
     ArrowbankError when the archive never stood still long enough.
     """
-    paths = BankPaths(Path(path))
+    paths = BankPaths.at(path)
     paths.refuse_strangers(link=False)
     until = time.monotonic() + _PATIENCE_S
     files: LiveFiles | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated
 
@@ -26,7 +27,10 @@ for _command in (demo, verify, repair):
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line. What a terminal cannot show is escaped, rather than ending it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="arrowbank")
     except CorruptionError as error:

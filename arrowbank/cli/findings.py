@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from rich.text import Text
 
-from arrowbank.verification.report import Finding, Mending, RepairReport, VerifyReport, counted
+from arrowbank.verification.report import Finding, Mending, RepairReport, VerifyReport, counted, printable
 
 __all__ = ["repair_lines", "verify_lines"]
 
@@ -30,11 +30,11 @@ def verify_lines(report: VerifyReport) -> Iterator[Text]:
 def repair_lines(report: RepairReport) -> Iterator[Text]:
     """Yield what ``repair`` shows."""
     if report.dry_run:
-        yield Text.assemble((report.path, "bold"), ": a dry run, nothing was changed")
+        yield Text.assemble((printable(report.path), "bold"), ": a dry run, nothing was changed")
     elif report.mended:
-        yield Text.assemble((report.path, "bold"), ": ", (f"{len(report.mended)} mended", "bold green"))
+        yield Text.assemble((printable(report.path), "bold"), ": ", (f"{len(report.mended)} mended", "bold green"))
     else:
-        yield Text.assemble((report.path, "bold"), ": nothing was changed")
+        yield Text.assemble((printable(report.path), "bold"), ": nothing was changed")
     yield from _section("would be mended" if report.dry_run else "mended", report.mended, "green")
     yield from _lost(report)
     yield from _section("left as it is", report.left, "bold red")
@@ -42,6 +42,8 @@ def repair_lines(report: RepairReport) -> Iterator[Text]:
         yield Text(f"\nquarantine/ tells of {counted(report.quarantined, 'place')} of damage")
     if not report.mended and not report.left:
         yield Text("there is nothing to mend")
+    if report.dry_run:
+        yield Text(f"held by: {report.holder}")
     if report.dry_run and report.mended:
         yield Text("\nnext: the same without --dry-run")
     else:
@@ -50,8 +52,8 @@ def repair_lines(report: RepairReport) -> Iterator[Text]:
 
 def _verdict(path: str, damaged: int) -> Text:
     if not damaged:
-        return Text.assemble((path, "bold"), ": ", ("healthy", "bold green"))
-    return Text.assemble((path, "bold"), ": ", (f"DAMAGED, {counted(damaged, 'finding')}", "bold red"))
+        return Text.assemble((printable(path), "bold"), ": ", ("healthy", "bold green"))
+    return Text.assemble((printable(path), "bold"), ": ", (f"DAMAGED, {counted(damaged, 'finding')}", "bold red"))
 
 
 def _section(title: str, findings: Sequence[Finding], style: str) -> Iterator[Text]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,7 +26,7 @@ _TAKEOVERS: dict[From, Takeover] = {From.AUTO: "auto", From.NEVER: "never", From
 
 
 def repair(
-    path: Annotated[Path, typer.Argument(help="The bank; nobody else may have it.", show_default=False)],
+    path: Annotated[str, typer.Argument(help="The bank; nobody else may have it.", show_default=False)],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would be done.")] = False,
     accept_damage: Annotated[
         bool,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +13,7 @@ __all__ = ["verify"]
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(help="The bank; it may be in use.", show_default=False)],
+    path: Annotated[str, typer.Argument(help="The bank; it may be in use.", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Check every record, file and count of a bank, and write nothing. Exit code 0: healthy, 1: damage was found."""

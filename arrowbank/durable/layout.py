@@ -174,13 +174,14 @@ closed, when all its segments are gone with it.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from arrowbank.errors import CorruptionError
 
@@ -259,6 +260,24 @@ class BankPaths:
     """The places inside one bank."""
 
     root: Path
+
+    @classmethod
+    def at(cls, path: str | Path) -> Self:
+        """Return the places of a bank at a path, which need not be there.
+
+        Raises OSError for an empty path, which would be the current directory, and for one that is not UTF-8.
+        """
+        name = os.fspath(path)
+        if not name:
+            raise FileNotFoundError(errno.ENOENT, "the path of the bank is empty", name)
+        root = Path(path).absolute()
+        try:
+            os.fspath(root).encode()
+        except UnicodeEncodeError:
+            raise OSError(
+                errno.EILSEQ, "not a path in UTF-8, and Arrow opens no other: rename it, or link to it", os.fspath(root)
+            ) from None
+        return cls(root)
 
     @property
     def manifest(self) -> Path:

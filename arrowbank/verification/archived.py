@@ -137,7 +137,7 @@ def check_file(paths: BankPaths, path: Path, file: ArchiveFile, copies: Copies) 
     except CorruptionError as error:
         return _damaged(paths, name, file, error.reason)
     except NOT_A_GROUP as error:
-        if isinstance(error, FileNotFoundError):
+        if isinstance(error, FileNotFoundError | PermissionError):
             raise
         return _damaged(paths, name, file, f"it cannot be read ({error})")
     told = (file.rows, file.groups, file.last_end)

@@ -18,7 +18,7 @@ from arrowbank.durable.layout import ArchiveName, BankPaths, JournalName, Segmen
 from arrowbank.durable.manifest import Manifest
 from arrowbank.durable.session import Holder, read_claim, read_lock
 from arrowbank.errors import CorruptionError
-from arrowbank.verification.report import Finding, Mending, damage, note
+from arrowbank.verification.report import Finding, Mending, damage, note, printable
 
 __all__ = ["KnownPaths", "check_archive_link", "check_places", "check_sessions", "status_of", "strangers"]
 
@@ -92,7 +92,7 @@ def check_archive_link(paths: BankPaths, manifest: Manifest) -> Iterator[Finding
             reason = f"points at {target}, the version before {right}, as a kill leaves it"
             yield note("archive", reason, repoints, Mending.REPAIR)
         elif target != right:
-            yield damage("archive", f"points at {_shown(target)}, not at {right}", repoints, Mending.REPAIR)
+            yield damage("archive", f"points at {printable(target)}, not at {right}", repoints, Mending.REPAIR)
 
 
 def check_sessions(paths: BankPaths) -> tuple[list[Finding], str]:
@@ -106,7 +106,8 @@ def check_sessions(paths: BankPaths) -> tuple[list[Finding], str]:
         found += wrong
     used = max(paths.used_sessions(), default=0)
     if used > newest:
-        reason = f"the newest claim is session {newest}'s, and there are files of session {used}: claims are missing"
+        claimed = f"the newest claim is session {newest}'s" if newest else "no claim is there"
+        reason = f"{claimed}, and there are files of session {used}: claims are missing"
         found.append(damage("sessions", reason, "repair claims the next number", Mending.REPAIR))
     gaps = sorted(set(range(1, newest)) - set(numbers))[:3] if newest <= _MANY else []
     if gaps:
@@ -281,9 +282,4 @@ def _leads_to_a_directory(path: Path) -> bool:
 
 
 def _name(paths: BankPaths, path: Path) -> str:
-    return _shown(str(path.relative_to(paths.root)))
-
-
-def _shown(text: str) -> str:
-    """Names of a stranger's making may hold anything, line breaks among it."""
-    return text if text.isprintable() else repr(text)
+    return printable(str(path.relative_to(paths.root)))

@@ -100,7 +100,7 @@ def _report(
     lost = sum(place.lost or 0 for place in hidden) + (0 if look.state is None else sum(look.state.lost.values()))
     draws = by_iteration(found for found in (*mended, *left) if found.is_damage)
     journals = tuple(dict.fromkeys(place.name for place in hidden))
-    return RepairReport(str(path), dry_run, mended, left, lost, draws, journals, notes)
+    return RepairReport(str(path), dry_run, mended, left, lost, draws, journals, notes, look.holder)
 
 
 class _Repair:

@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = [
     "Counts", "Finding", "Mending", "RepairReport", "Severity", "VerifyReport", "by_iteration", "counted", "damage",
-    "distinct", "note",
+    "distinct", "note", "printable",
 ]  # fmt: skip
 
 
@@ -159,6 +159,8 @@ class RepairReport:
     """Parts of the journal, in all or part of which there may have been draws, evictions and checkpoints."""
     quarantined: int = 0
     """Places in quarantine/ afterwards."""
+    holder: str = ""
+    """Who had the bank before."""
 
     @property
     def is_healthy(self) -> bool:
@@ -176,6 +178,7 @@ class RepairReport:
             "lost_draws": {str(at): list(uids) for at, uids in self.lost_draws.items()},
             "lost_journals": list(self.lost_journals),
             "quarantined": self.quarantined,
+            "holder": self.holder,
         }
 
     def __str__(self) -> str:
@@ -191,6 +194,11 @@ def by_iteration(findings: Iterable[Finding]) -> dict[int, tuple[str, ...]]:
         if one.iteration is not None:
             found.setdefault(one.iteration, {}).update(dict.fromkeys(one.uids))
     return {at: tuple(uids) for at, uids in sorted(found.items())}
+
+
+def printable(text: str) -> str:
+    """Return a name as it may be shown: a stranger's may hold line breaks, and what terminals obey."""
+    return text if text.isprintable() else repr(text)
 
 
 def counted(count: int, word: str) -> str:

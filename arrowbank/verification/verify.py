@@ -86,7 +86,7 @@ class Looker:
 
     def __init__(self, path: str | Path, on_progress: Progress | None = None) -> None:
         """Raises BankNotFoundError where there is no bank; FormatVersionError, SchemaMismatchError."""
-        self.paths = KnownPaths(Path(path).absolute())
+        self.paths = KnownPaths.at(path)
         self._on_progress = on_progress or (lambda done, total: None)
         self._cache: dict[Any, Finding | Rows] = {}
         self._done = self._total = 0

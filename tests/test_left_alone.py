@@ -1,0 +1,210 @@
+"""What may be the last copy of something is not tidied away, by an open or by a repair."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from builders import token_group
+from runs import archive_three, kill
+
+from arrowbank import CorruptManifestError, CorruptRecordError, RolloutBank, repair, scan, verify
+from arrowbank.durable.layout import BankPaths
+from arrowbank.durable.manifest import read_manifest
+
+
+@pytest.fixture
+def archived(path: Path) -> Path:
+    """A bank with two files of the archive."""
+    archive_three(path, files=2)
+    assert len(read_manifest(BankPaths(path)).files) == 2
+    return path
+
+
+def directory(path: Path) -> Path:
+    paths = BankPaths(path)
+    return paths.version(read_manifest(paths).version)
+
+
+def rows(path: Path) -> list[object]:
+    return sorted(scan(path).to_arrow().select(["group_uid", "member_index", "outcome"]).to_pylist(), key=repr)
+
+
+def renamed(name: str) -> Callable[[Path], None]:
+    def rename(place: Path) -> None:
+        last = max(place.glob("c*.parquet"))
+        last.rename(place / name)
+
+    return rename
+
+
+def swapped(place: Path) -> None:
+    first, second = sorted(place.glob("c*.parquet"))[-2:]
+    first.rename(place / "x")
+    second.rename(first)
+    (place / "x").rename(second)
+
+
+def moved(name: str) -> Callable[[Path], None]:
+    def move(place: Path) -> None:
+        target = place.parents[1] / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        max(place.glob("c*.parquet")).rename(target)
+
+    return move
+
+
+def as_a_directory(place: Path) -> None:
+    """As ``cp -rL`` copies it, without what is hidden."""
+    bank = place.parents[1]
+    (bank / "archive").unlink()
+    shutil.copytree(place, bank / "archive")
+    shutil.rmtree(bank / ".archive")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        renamed("c000001-s0001.parquet"), renamed("c000003-s0009.parquet"), renamed("mine.parquet"), swapped,
+        moved("quarantine/a/b.parquet"), moved("kept.parquet"), moved("segments/copy"), as_a_directory,
+    ],
+    ids=["older", "another session", "another name", "swapped", "quarantine", "root", "segments", "copied"],
+)  # fmt: skip
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_file_of_the_archive_under_another_name_outlives_an_open_and_one_repair_puts_it_back(
+    archived: Path, change: Callable[[Path], None], opened: bool
+) -> None:
+    expected = rows(archived)
+    change(directory(archived))
+    added = 0
+    if opened and (archived / ".archive").exists() and not (archived / "segments" / "copy").exists():
+        with RolloutBank.open(archived) as bank:
+            bank.append(token_group(99))
+            added = 4
+    assert repair(archived, dry_run=True).is_healthy
+    assert repair(archived).is_healthy
+    assert verify(archived).is_healthy
+    found = rows(archived)
+    assert [row for row in found if row in expected] == expected
+    assert len(found) == len(expected) + added
+    assert repair(archived).mended == ()
+
+
+@pytest.mark.parametrize("what", ["nothing", "another bank's", "a later one of another bank"])
+def test_a_strange_file_among_those_of_the_archive_is_moved_away_and_blames_no_other(
+    archived: Path, tmp_path: Path, what: str
+) -> None:
+    expected = rows(archived)
+    name = "c000099-s0001.parquet" if what == "a later one of another bank" else "c000001-s0001.parquet"
+    if what == "nothing":
+        (directory(archived) / name).touch()
+    else:
+        archive_three(tmp_path / "other")
+        shutil.copy(max(directory(tmp_path / "other").glob("c*.parquet")), directory(archived) / name)
+    (found,) = verify(archived).damage
+    assert found.path.endswith(name) and "of this bank's archive" in found.reason
+    RolloutBank.open(archived).close()
+    assert (directory(archived) / name).exists()
+    (mended,) = (one for one in repair(archived).mended if one.is_damage)
+    assert mended.path.endswith(name)
+    assert any((archived / "quarantine").glob("moved-*"))
+    assert rows(archived) == expected
+    assert verify(archived).is_healthy
+
+
+def test_a_later_file_of_the_bank_itself_tells_that_the_manifest_is_an_old_copy(archived: Path) -> None:
+    place = directory(archived)
+    shutil.copy(max(place.glob("c*.parquet")), place / "c000099-s0001.parquet")
+    with pytest.raises(CorruptManifestError, match="old copy"):
+        RolloutBank.open(archived)
+
+
+def journals(path: Path) -> list[Path]:
+    return sorted((path / "journal").iterdir())
+
+
+@pytest.mark.parametrize("by", ["open", "repair"])
+def test_a_journal_whose_summary_is_lost_is_kept(path: Path, by: str) -> None:
+    """The commit that would have taken the older part away was cut short; then somebody removes the newer one."""
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        for at in range(3):
+            bank.begin_iteration(at)
+            bank.mark_consumed([bank.append(token_group(at))], at)
+        before = [(part, part.read_bytes()) for part in journals(path)]
+        bank.checkpoint(2, wait=True)
+    (path / "journal" / read_manifest(BankPaths(path)).journal).unlink()
+    for part, data in before:
+        part.write_bytes(data)
+    found = verify(path)
+    assert not found.is_healthy
+    assert {f"journal/{part.name}" for part, _ in before} <= {one.path for one in found.notes}
+    with kill(path) as bank, pytest.raises(CorruptRecordError, match="may be hidden"):
+        bank.restore(2)
+    assert all(part.read_bytes() == data for part, data in before)
+    if by == "open":
+        with kill(path) as bank:
+            bank.restore(2, accept_damage=True)
+    else:
+        assert repair(path, accept_damage=True).is_healthy
+    kept = {one.read_bytes() for one in (path / "quarantine").glob("*.bytes")}
+    assert {data for _, data in before} <= kept
+
+
+def test_a_journal_that_is_missing_is_written_down_by_who_goes_on_without_it(path: Path) -> None:
+    with RolloutBank.open(path) as bank:
+        bank.restore(0)
+        bank.mark_consumed([bank.append(token_group(1))], 0)
+    (lost,) = journals(path)
+    lost.unlink()
+    promised = repair(path, dry_run=True, accept_damage=True)
+    report = repair(path, accept_damage=True)
+    assert report.is_healthy
+    assert report.lost_journals == promised.lost_journals == (lost.name,)
+    assert report.lost_records == promised.lost_records > 0
+    (note,) = (path / "quarantine").glob("lost-*.json")
+    assert lost.name in note.read_text()
+    assert [found for found in verify(path).notes if found.path == "quarantine" and "lost there" in found.reason]
+
+
+def refused(path: Path) -> str:
+    """Repair the bank in another process; return what that was told."""
+    code = "import sys, arrowbank; arrowbank.repair(sys.argv[1])"
+    child = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
+    assert child.returncode == 1
+    return child.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("kept", ["LOCK", "sessions/0001"])
+def test_either_of_lock_and_claim_says_who_has_the_bank(path: Path, kept: str) -> None:
+    with RolloutBank.open(path) as bank:
+        bank.append(token_group(1))
+        (gone,) = {"LOCK", "sessions/0001"} - {kept}
+        (path / gone).write_bytes(b"")
+        holder = f"session 1: process {os.getpid()} on "
+        assert holder in refused(path)
+        assert holder in str(repair(path, dry_run=True).holder) or kept == "LOCK"
+
+
+def test_a_bank_whose_holder_lives_is_not_taken_though_its_claim_is_gone(path: Path) -> None:
+    with RolloutBank.open(path) as bank:
+        bank.append(token_group(1))
+        aside = path.parent / "aside"
+        (path / "sessions/0001").rename(aside)
+        assert "lives, though its claim was removed" in refused(path)
+        aside.rename(path / "sessions/0001")
+        bank.append(token_group(2))
+
+
+@pytest.mark.parametrize("call", [RolloutBank.open, scan, verify, repair])
+def test_no_path_and_a_path_that_is_not_utf8_are_refused(tmp_path: Path, call: Callable[[str], object]) -> None:
+    with pytest.raises(FileNotFoundError, match="is empty"):
+        call("")
+    with pytest.raises(OSError, match="not a path in UTF-8"):
+        call(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff"))
+    assert list(tmp_path.iterdir()) == []
