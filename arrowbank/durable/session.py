@@ -224,15 +224,17 @@ def claim_session(
     none for ``lease_s`` seconds of ``clock``, and it is taken over. The number is higher than ``beyond``.
     """
     for _ in range(_ATTEMPTS):
-        lock = _told(read_lock, paths)
-        last = max(beyond, *paths.used_sessions(), lock.holder.session if lock else 0, 0)
+        last = max(beyond, *paths.used_sessions(), 0)
         if last >= LAST_SESSION:
             raise CorruptionError(paths.root, f"a file's name says session {last}, and no number is left for another")
-        newest = max([*paths.claimed_sessions(), lock.holder.session if lock else 0])
-        if newest and takeover != "force":
-            _wait_until_free(paths, newest, takeover, lease_s, clock, sleep)
+        lock = _told(read_lock, paths)  # before the claims are listed: it never names one that is still to come
+        sessions = paths.claimed_sessions()
+        if takeover != "force":
+            _require_no_unclaimed(paths, lock, max(sessions, default=0))
+            if sessions:
+                _wait_until_free(paths, sessions[-1], takeover, lease_s, clock, sleep)
         lock = _told(read_lock, paths)
-        journal = lock.journal if lock and lock.closed and lock.holder.session == newest else None
+        journal = lock.journal if lock and lock.closed and sessions[-1:] == [lock.holder.session] else None
         claim = _try_claim(
             paths, last + 1, bank_id, journal
         )  # not a higher one: who claims this meanwhile must be asked, too
@@ -289,13 +291,21 @@ def _wait_until_free(
             'takeover="force"'
         )
     gone = holder.is_gone()
-    if gone is False and not paths.claim(session).exists():
-        raise BankLockedError(f"{held}, which lives, though its claim was removed: end that process first")
     if takeover == "never":
         hint = "its process is gone without closing" if gone else "it has not closed"
         raise BankLockedError(f'{held}: {hint}; open with takeover="auto" to go on once it is gone')
     if not gone:
         _watch(paths, holder, held, lease_s, clock, sleep)
+
+
+def _require_no_unclaimed(paths: BankPaths, lock: Lock | None, newest: int) -> None:
+    """Raise BankLockedError where LOCK names a living process whose claim is gone."""
+    if lock is None or lock.closed or lock.holder.session <= newest or lock.holder.is_gone() is not False:
+        return
+    if not lock.holder.is_this_process() or lock.holder.token in _held:
+        raise BankLockedError(
+            f"{paths.root} is held by {lock.holder}, which lives, though its claim was removed: end that process first"
+        )
 
 
 def _locked(paths: BankPaths, session: int) -> Holder | None:
