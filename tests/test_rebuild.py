@@ -21,8 +21,11 @@ from runs import kill, tree
 
 from arrowbank import BankNotFoundError, RolloutBank, repair, scan, verify
 from arrowbank.durable import files
+from arrowbank.durable.journal import JOURNAL_SCHEMA
 from arrowbank.durable.layout import BankPaths
 from arrowbank.durable.manifest import Manifest, read_manifest
+from arrowbank.durable.stream import map_file
+from arrowbank.durable.stream import scan as scan_stream
 from arrowbank.verification.flipped import flipped_back
 
 EVERY = 3
@@ -212,6 +215,24 @@ def test_a_manifest_of_a_bank_that_archived_nothing_is_made_again_from_its_claim
     with RolloutBank.open(path) as bank:
         (group,) = bank.restore(0).take()
         assert group.uid == uid
+
+
+def test_a_manifest_of_a_bank_whose_journal_was_only_begun_is_made_again(path: Path, tmp_path: Path) -> None:
+    with RolloutBank.open(path) as bank:
+        bank.restore(0)
+        bank.append(token_group(1))
+        shutil.copytree(path, tmp_path / "killed", symlinks=True)
+    killed = BankPaths(tmp_path / "killed")
+    (part,) = killed.journal_names()
+    place = killed.journal / str(part)
+    manifest = read_manifest(killed)
+    first = scan_stream(map_file(place), str(part), manifest.bank_id, JOURNAL_SCHEMA).records[0]
+    place.write_bytes(place.read_bytes()[: first.offset] + bytes(8))
+    shutil.rmtree(killed.segments)
+    killed.segments.mkdir()
+    killed.manifest.unlink()
+    assert repair(killed.root, takeover="force").is_healthy
+    assert read_manifest(killed).bank_id == manifest.bank_id
 
 
 def test_a_manifest_of_a_bank_without_claims_or_archive_is_found_in_what_is_left_of_it(path: Path) -> None:

@@ -355,3 +355,24 @@ def test_rows_are_counted_before_a_predicate_that_the_source_is_given(path: Path
         found = polars.concat(view._held.read_polars(["group_uid"], late, count, None))
         wanted = view.to_polars().collect().head(count).filter(late).select("group_uid")
         assert found.equals(wanted), count
+
+
+def test_a_view_made_again_has_what_was_appended_to_a_segment_meanwhile(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, tries = view._HeldFiles, []
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        settled = bank.append(token_group(0))
+        bank.mark_consumed([settled], 0)
+        bank.begin_iteration(1)
+        first = bank.append(token_group(1))
+
+        def overtaken(*given: Any, **options: bool) -> Any:
+            if not tries:
+                tries.append(bank.append(token_group(2)))  # to the same segment
+                bank.checkpoint(1, wait=True)
+            return make(*given, **options)
+
+        monkeypatch.setattr(view, "_HeldFiles", overtaken)
+        assert {group.uid for group in scan(path).groups()} == {settled, first, *tries}

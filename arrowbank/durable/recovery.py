@@ -35,7 +35,7 @@ _Name = TypeVar("_Name", JournalName, SegmentName)
 
 @dataclass(frozen=True, slots=True)
 class LiveFiles:
-    """What a manifest says nothing of but where it begins, at one moment: files, mapped as long as they were then."""
+    """Journals and live segments, mapped as long as they were at one moment: what is appended later is not seen."""
 
     ends: tuple[JournalEnd, ...]
     """What LOCK and claims say of how journals ended."""

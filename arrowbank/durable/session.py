@@ -235,9 +235,8 @@ def claim_session(
                 _wait_until_free(paths, sessions[-1], takeover, lease_s, clock, sleep)
         lock = _told(read_lock, paths)
         journal = lock.journal if lock and lock.closed and sessions[-1:] == [lock.holder.session] else None
-        claim = _try_claim(
-            paths, last + 1, bank_id, journal
-        )  # not a higher one: who claims this meanwhile must be asked, too
+        # Not a higher number: who claims this one meanwhile must be asked, too.
+        claim = _try_claim(paths, last + 1, bank_id, journal)
         if claim is not None:
             return claim
     raise BankLockedError(f"{paths.root}: {_ATTEMPTS} times another process claimed the next session first; try again")
