@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import xxhash
 
 from arrowbank.durable import files
-from arrowbank.durable.files import reading
 from arrowbank.durable.manifest import ArchiveFile
 from arrowbank.errors import CorruptionError, CorruptRecordError
 from arrowbank.schema import ARCHIVE_SCHEMA
@@ -74,17 +73,16 @@ def write_tables(where: Path | pa.NativeFile, tables: Iterable[pa.Table]) -> int
 def is_of_bank(path: Path, bank_id: str) -> bool:
     """Whether this is a file of the bank's archive, by its footer; False for what is none, or cannot be read."""
     try:
-        with reading(path) as descriptor:
+        with files.reading(path) as descriptor, told_as_damage(path):
             metadata = pq.read_metadata(f"/proc/self/fd/{descriptor}")
-    except (CorruptionError, OSError, pa.ArrowException):
+            names = [metadata.schema.column(at).path for at in range(metadata.num_columns)]
+            column = names.index("run_id")
+            told = [metadata.row_group(at).column(column).statistics for at in range(metadata.num_row_groups)]
+            return bool(told) and all(
+                one is not None and one.has_min_max and one.min == one.max == bank_id for one in told
+            )
+    except (CorruptionError, OSError):
         return False
-    if metadata.num_row_groups == 0 or metadata.num_columns == 0:
-        return False
-    names = [metadata.schema.column(at).path for at in range(metadata.num_columns)]
-    if "run_id" not in names:
-        return False
-    told = [metadata.row_group(at).column(names.index("run_id")).statistics for at in range(metadata.num_row_groups)]
-    return all(one is not None and one.has_min_max and one.min == one.max == bank_id for one in told)
 
 
 def describe_file(path: Path, *, rows: int, expected: int, groups: int) -> ArchiveFile:
