@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -122,6 +123,25 @@ def test_a_later_file_of_the_bank_itself_tells_that_the_manifest_is_an_old_copy(
     shutil.copy(max(place.glob("c*.parquet")), place / "c000099-s0001.parquet")
     with pytest.raises(CorruptManifestError, match="old copy"):
         RolloutBank.open(archived)
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_segments_stay_as_long_as_the_file_that_their_groups_went_into_is_missing(path: Path, is_back: bool) -> None:
+    with RolloutBank.open(path, keep_checkpoints=1) as bank:
+        bank.restore(0)
+        bank.mark_consumed([bank.append(token_group(0))], 0)
+        bank.begin_iteration(1)
+        bank.checkpoint(1, wait=True)
+        retired = list(read_manifest(BankPaths(path)).retired)
+        file = directory(path) / read_manifest(BankPaths(path)).files[0].name
+        kept = file.rename(path.parent / file.name)
+        bank.close(final=True)
+    assert retired and all((path / "segments" / name).exists() for name in retired)
+    if is_back:
+        kept.rename(file)
+    with contextlib.suppress(CorruptRecordError):
+        RolloutBank.open(path).close()
+    assert [(path / "segments" / name).exists() for name in retired] == [not is_back] * len(retired)
 
 
 def journals(path: Path) -> list[Path]:

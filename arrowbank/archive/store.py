@@ -134,6 +134,13 @@ class ArchiveStore:
     def _misses_carried(self) -> bool:
         return any(_size(self.paths.segments / name) is None for name in self.manifest.carried)
 
+    def _may_go(self, retired: Iterable[str]) -> frozenset[str]:
+        """Return those of retired segments of which, as far as can be told, all groups are where they went."""
+        if self._misses_carried():
+            return frozenset()
+        missing = max(self._missing_commits(), default=0)
+        return frozenset(name for name in retired if self.manifest.retired.get(name, 0) > missing)
+
     def commit(self, change: Change, roll: Callable[[], JournalName] | None = None) -> None:
         """Publish what was made under tmp/ and replace the manifest.
 
@@ -215,8 +222,8 @@ class ArchiveStore:
             )
 
     def finish(self) -> None:
-        """Commit until nothing retired is left behind: at the end of a run."""
-        while self.manifest.retired and self.unfinished is None:
+        """Commit until nothing retired is left behind that may go: at the end of a run."""
+        while self.unfinished is None and self._may_go(self.manifest.retired):
             self.commit(Change())
 
     def _changed(self, change: Change, version: int, roll: Callable[[], JournalName] | None) -> Manifest:
@@ -261,10 +268,7 @@ class ArchiveStore:
 
     def _clean_up(self, manifest: Manifest, retired: Iterable[str]) -> None:
         """Remove what is older than ``manifest``: retired segments, version directories, parts of the journal."""
-        missing, misses_carried = max(self._missing_commits(), default=0), self._misses_carried()
-        gone = frozenset(
-            name for name in retired if not misses_carried and self.manifest.retired.get(name, 0) > missing
-        )
+        gone = self._may_go(retired)
         self._remove([self.paths.segments / name for name in gone], self.paths.segments)
         self._unlinked = gone
         current = {manifest.version, self.manifest.version}
@@ -272,7 +276,7 @@ class ArchiveStore:
         parts = superseded_journals(self.paths, manifest)
         if parts and has_base(self.paths, manifest):
             self._remove([self.paths.journal / str(name) for name in parts], self.paths.journal)
-        if versions and not missing:
+        if versions and not self._missing_commits():
             self._check_fence()
             for number in versions:
                 files.remove_directory(self.paths.version(number), self.tmp)
