@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ ROW_GROUP_BYTES = 8 << 20
 TABLE_BYTES = 256 << 20
 """Rows are made and written in portions of about this many bytes, which bounds memory."""
 
+_BLOCK = 1 << 22
+_FOOTER_END = struct.Struct("<I4s")
+"""The footer's length in bytes, and what every Parquet file ends with."""
 _UNCHANGED = "Nothing was changed. Put the file back from a copy"
 _SPLIT_COLUMNS = ("tokens.list.element", "logprobs.list.element", "reward", "advantage_override")
 _DICTIONARY_COLUMNS = [
@@ -71,18 +75,26 @@ def write_tables(where: Path | pa.NativeFile, tables: Iterable[pa.Table]) -> int
 
 
 def is_of_bank(path: Path, bank_id: str) -> bool:
-    """Whether this is a file of the bank's archive, by its footer; False for what is none, or cannot be read."""
+    """Whether a file is one of the bank's archive, by its footer, which has the least and the greatest ``run_id`` of
+    each row group; False for what is none, or cannot be read.
+
+    Only bytes are looked for: nothing vouches for such a file, and what parses a damaged footer may end the process.
+    """
+    wanted, before = bank_id.encode(), b""
     try:
-        with files.reading(path) as descriptor, told_as_damage(path):
-            metadata = pq.read_metadata(f"/proc/self/fd/{descriptor}")
-            names = [metadata.schema.column(at).path for at in range(metadata.num_columns)]
-            column = names.index("run_id")
-            told = [metadata.row_group(at).column(column).statistics for at in range(metadata.num_row_groups)]
-            return bool(told) and all(
-                one is not None and one.has_min_max and one.min == one.max == bank_id for one in told
-            )
-    except (CorruptionError, OSError):
+        with files.reading(path) as descriptor:
+            end = os.fstat(descriptor).st_size - _FOOTER_END.size
+            length, magic = _FOOTER_END.unpack(os.pread(descriptor, _FOOTER_END.size, max(end, 0)))
+            if magic != b"PAR1" or length > end:
+                return False
+            for at in range(end - length, end, _BLOCK):
+                block = before + os.pread(descriptor, min(_BLOCK, end - at), at)
+                if wanted in block:
+                    return True
+                before = block[-len(wanted) :]
+    except (CorruptionError, OSError, struct.error):
         return False
+    return False
 
 
 def describe_file(path: Path, *, rows: int, expected: int, groups: int) -> ArchiveFile:
@@ -150,7 +162,7 @@ def file_digest(path: Path) -> tuple[str, int]:
 
 def descriptor_digest(descriptor: int) -> tuple[str, int]:
     digest, nbytes = xxhash.xxh3_128(), 0
-    while block := os.pread(descriptor, 1 << 22, nbytes):
+    while block := os.pread(descriptor, _BLOCK, nbytes):
         digest.update(block)
         nbytes += len(block)
     return digest.hexdigest(), nbytes

@@ -177,12 +177,8 @@ class _Follower:
     # -- descriptors
 
     def _openat(self, call: Call) -> None:
-        flags = call.arguments[2]
-        again = _OWN_DESCRIPTOR.fullmatch(os.fsdecode(string_of(call.arguments[1])))
-        if again and flags.startswith("O_RDONLY") and "O_TRUNC" not in flags and int(again[1]) in self._open:
-            self._open[call.result] = self._open[int(again[1])]
-            return
         directory, name = self._place(call, 0)
+        flags = call.arguments[2]
         if directory == ROOT and name == FACTS:
             self._facts.add(call.result)
             return
@@ -342,8 +338,6 @@ def _number(argument: str) -> int:
 
 
 _PART = re.compile(r'iov_base="([^"]*)"')
-_OWN_DESCRIPTOR = re.compile(r"/proc/self/fd/(\d+)")
-"""How a library that wants a path is given a file that is open already."""
 
 
 def _vector(call: Call) -> bytes:
