@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
 __all__ = [
-    "END", "SEED", "append", "copy_over", "delete", "flip", "flip_in", "junk", "move", "replaced", "rewrite",
+    "END", "SEED", "append", "copy_over", "delete", "flip", "flip_in", "junk", "mistype", "move", "replaced", "rewrite",
     "second_stream", "swap", "truncate", "zero",
 ]  # fmt: skip
 
@@ -54,6 +55,15 @@ def move(data: bytes, start: int, stop: int, to: int) -> bytes:
     """Copy a range over another place of the same file."""
     part = data[start:stop]
     return data[:to] + part + data[to + len(part) :]
+
+
+def mistype(data: bytes) -> bytes:
+    """Make a Parquet footer say another physical type of a ``run_id`` chunk than of the column: Arrow 26 ends the
+    process when such a chunk is asked for its statistics.
+    """
+    changed, count = re.subn(rb"\x15\x0c(?=\x19.{2,8}\x19\x18\x06run_id)", b"\x15\x0e", data, flags=re.DOTALL)
+    assert count
+    return changed
 
 
 # -- of files

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from builders import token_group
+from corruptors import mistype, rewrite
 from runs import archive_three, kill
 
 from arrowbank import CorruptManifestError, CorruptRecordError, RolloutBank, repair, scan, verify
@@ -96,7 +97,7 @@ def test_a_file_of_the_archive_under_another_name_outlives_an_open_and_one_repai
     assert repair(archived).mended == ()
 
 
-@pytest.mark.parametrize("what", ["nothing", "another bank's", "a later one of another bank"])
+@pytest.mark.parametrize("what", ["nothing", "another bank's", "a later one of another bank", "mistyped"])
 def test_a_strange_file_among_those_of_the_archive_is_moved_away_and_blames_no_other(
     archived: Path, tmp_path: Path, what: str
 ) -> None:
@@ -107,6 +108,8 @@ def test_a_strange_file_among_those_of_the_archive_is_moved_away_and_blames_no_o
     else:
         archive_three(tmp_path / "other")
         shutil.copy(max(directory(tmp_path / "other").glob("c*.parquet")), directory(archived) / name)
+    if what == "mistyped":
+        rewrite(directory(archived) / name, mistype)
     (found,) = verify(archived).damage
     assert found.path.endswith(name) and "of this bank's archive" in found.reason
     RolloutBank.open(archived).close()

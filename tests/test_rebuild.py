@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from builders import token_group
-from corruptors import flip
+from corruptors import flip, mistype
 from machine import directory_in_memory
 from runs import kill, tree
 
@@ -175,8 +175,9 @@ def test_a_manifest_that_the_files_leave_in_doubt_is_not_made_again(path: Path) 
         assert tree(path) == before
         return found.advice
 
-    archived.write_bytes(flip(data, 8 * (len(data) // 3)))
-    assert "is damaged" in why_not()
+    for damaged in (flip(data, 8 * (len(data) // 3)), mistype(data)):
+        archived.write_bytes(damaged)
+        assert "is damaged" in why_not()
     archived.write_bytes(data)
     shutil.copy(archived, archived.with_name("c000099-s0001.parquet"))
     assert "in several files" in why_not()
