@@ -121,8 +121,8 @@ class RolloutBank(Appends):
         self._claim = claim
         manifest = read_manifest(self._paths)
         self._store = ArchiveStore(self._paths, manifest, claim.session, claim.check)
-        self._store.settle()
         state = read_state(self._paths, manifest)
+        self._store.settle(is_whole=state.is_whole)
         claim.check()  # before anything is made of what a takeover may have taken away meanwhile
         self._iteration = 0
         self._journal = Journal(self._paths, manifest.bank_id, claim.session, claim.check, state.facts)

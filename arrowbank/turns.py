@@ -315,7 +315,8 @@ def _all_given(sequence: Sequence, turn: Turn) -> bool:
 
 
 def _mask_of(sequence: Sequence, turn: Turn) -> BoolArray:
-    assert sequence.mask is not None
+    if sequence.mask is None:
+        raise ValueError("a turn takes its sampled tokens from a mask that is not there")
     if turn.mask_from <= 0:
         return sequence.mask[: turn.end]
     mask = sequence.mask[: turn.end].copy()
@@ -324,7 +325,8 @@ def _mask_of(sequence: Sequence, turn: Turn) -> BoolArray:
 
 
 def _logprobs_of(sequence: Sequence, turn: Turn) -> Float32Array:
-    assert sequence.logprobs is not None
+    if sequence.logprobs is None:
+        raise ValueError("a turn takes its logprobs from where there are none")
     return _pick(sequence.logprobs, sequence, turn)
 
 

@@ -7,17 +7,21 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from builders import token_group
 from corruptors import mistype, rewrite
-from runs import archive_three, kill
+from runs import archive_three, archived_file, archived_rows, kill
 
-from arrowbank import CorruptManifestError, CorruptRecordError, RolloutBank, repair, scan, verify
+from arrowbank import ArrowbankError, CorruptManifestError, CorruptRecordError, RolloutBank, repair, scan, verify
+from arrowbank.archive import store
 from arrowbank.durable.layout import BankPaths
-from arrowbank.durable.manifest import read_manifest
+from arrowbank.durable.manifest import read_manifest, write_manifest
 
 
 @pytest.fixture
@@ -128,23 +132,171 @@ def test_a_later_file_of_the_bank_itself_tells_that_the_manifest_is_an_old_copy(
         RolloutBank.open(archived)
 
 
-@pytest.mark.parametrize("is_back", [False, True])
-def test_segments_stay_as_long_as_the_file_that_their_groups_went_into_is_missing(path: Path, is_back: bool) -> None:
+def settled(bank: RolloutBank, at: int, uids: Sequence[str]) -> None:
+    """Train one iteration, and archive it."""
+    bank.mark_consumed(uids, at)
+    bank.begin_iteration(at + 1)
+    bank.checkpoint(at + 1, wait=True)
+
+
+def archived_and_carried(path: Path) -> tuple[RolloutBank, str]:
+    """A bank with a file of the archive, a carried segment, and, still there, the one that both were made of."""
+    bank = RolloutBank.open(path, keep_checkpoints=1)
+    bank.restore(0)
+    first, second = bank.append_many([token_group(0), token_group(1)])
+    settled(bank, 0, [first])
+    return bank, second
+
+
+def cut_short(path: Path, work: Callable[[Path], object]) -> Path:
+    """Return what a kill leaves just before the manifest is replaced the first time."""
+    left = path.with_name("cut-short")
+
+    def keep(*given: Any) -> None:
+        if not left.exists():
+            shutil.copytree(path, left, symlinks=True)
+        write_manifest(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "write_manifest", keep)
+        work(path)
+    return left
+
+
+def a_file_made_of_a_carried_segment(path: Path) -> tuple[Path, list[str]]:
+    bank, uid = archived_and_carried(path)
+    settled(bank, 1, [uid])
+    bank.close()
+    (directory(path) / read_manifest(BankPaths(path)).files[-1].name).unlink()
+    return path, [uid]
+
+
+def what_an_unfinished_commit_was_made_of(path: Path) -> tuple[Path, list[str]]:
+    uids: list[str] = []
+
+    def archive(path: Path) -> None:
+        with RolloutBank.open(path, keep_checkpoints=1) as bank:
+            bank.restore(0)
+            uids.append(bank.append(token_group(0)))
+            settled(bank, 0, uids)
+
+    RolloutBank.open(path).close()
+    left = cut_short(path, archive)
+    next((left / "segments").glob("*-main-*")).unlink()
+    return left, uids
+
+
+def the_carried_segment_that_an_unfinished_commit_was_made_of(path: Path) -> tuple[Path, list[str]]:
+    bank, uid = archived_and_carried(path)
+    bank.close(final=True)
+
+    def archive(path: Path) -> None:
+        with RolloutBank.open(path, keep_checkpoints=1) as bank:
+            bank.restore(1)
+            settled(bank, 1, [uid])
+
+    left = cut_short(path, archive)
+    next((left / "segments").glob("*-carry-*")).unlink()
+    return left, [uid]
+
+
+def the_file_that_an_unfinished_restore_was_made_of(path: Path) -> tuple[Path, list[str]]:
+    archive_three(path)
+    uids = pq.read_table(archived_file(path))["group_uid"].to_pylist()
+    left = cut_short(path, lambda path: kill(path).restore(0))
+    archived_file(left).unlink()
+    return left, uids
+
+
+def what_a_restore_has_carried(path: Path) -> tuple[Path, list[str]]:
+    archive_three(path)
+    uids = pq.read_table(archived_file(path))["group_uid"].to_pylist()
+    kill(path).restore(0)
+    for name in read_manifest(BankPaths(path)).carried:
+        (path / "segments" / name).unlink()
+    return path, uids
+
+
+def the_manifest_is_an_old_copy(path: Path, *, commits: int = 2) -> tuple[Path, list[str]]:
+    uids, manifests = [], []
     with RolloutBank.open(path, keep_checkpoints=1) as bank:
         bank.restore(0)
-        bank.mark_consumed([bank.append(token_group(0))], 0)
-        bank.begin_iteration(1)
-        bank.checkpoint(1, wait=True)
-        retired = list(read_manifest(BankPaths(path)).retired)
-        file = directory(path) / read_manifest(BankPaths(path)).files[0].name
-        kept = file.rename(path.parent / file.name)
+        for at in range(commits):
+            uids.append(bank.append(token_group(at)))
+            manifests.append((path / "MANIFEST.json").read_bytes())
+            settled(bank, at, uids[-1:])
         bank.close(final=True)
-    assert retired and all((path / "segments" / name).exists() for name in retired)
-    if is_back:
-        kept.rename(file)
-    with contextlib.suppress(CorruptRecordError):
-        RolloutBank.open(path).close()
-    assert [(path / "segments" / name).exists() for name in retired] == [not is_back] * len(retired)
+    (path / "MANIFEST.json").write_bytes(manifests[-1])
+    return path, uids
+
+
+def the_manifest_is_the_first_one(path: Path) -> tuple[Path, list[str]]:
+    return the_manifest_is_an_old_copy(path, commits=1)
+
+
+def a_carried_segment(path: Path, *, empty: bool = False) -> tuple[Path, list[str]]:
+    bank, uid = archived_and_carried(path)
+    bank.close()
+    (name,) = read_manifest(BankPaths(path)).carried
+    (path / "segments" / name).unlink()
+    if empty:
+        (path / "segments" / name).touch()
+    return path, [uid]
+
+
+def what_a_carried_segment_held(path: Path) -> tuple[Path, list[str]]:
+    return a_carried_segment(path, empty=True)
+
+
+def stored(path: Path, uids: Sequence[str]) -> set[str]:
+    """Which of some groups are in any file, whatever its name."""
+    found: set[str] = set()
+    for file in path.rglob("*"):
+        data = file.read_bytes() if file.is_file() and not file.is_symlink() else b""
+        if data.startswith(b"PAR1"):
+            found |= set(pq.read_table(pa.BufferReader(data), columns=["group_uid"])["group_uid"].to_pylist())
+        elif b"logprobs" in data:  # a segment, and no journal
+            found |= {uid for uid in uids if uid.encode() in data}
+    return found
+
+
+@pytest.mark.parametrize("by", ["open", "repair"])
+@pytest.mark.parametrize(
+    "missing",
+    [
+        a_file_made_of_a_carried_segment, what_an_unfinished_commit_was_made_of,
+        the_carried_segment_that_an_unfinished_commit_was_made_of, the_file_that_an_unfinished_restore_was_made_of,
+        what_a_restore_has_carried, the_manifest_is_an_old_copy, the_manifest_is_the_first_one, a_carried_segment,
+        what_a_carried_segment_held,
+    ],
+)  # fmt: skip
+def test_what_may_be_the_last_copy_is_kept(
+    path: Path, missing: Callable[[Path], tuple[Path, list[str]]], by: str
+) -> None:
+    bank, uids = missing(path)
+    assert stored(bank, uids) >= set(uids)
+    for _ in range(2):
+        if by == "open":
+            with kill(bank) as opened, contextlib.suppress(ArrowbankError):
+                opened.restore(1)
+        else:
+            repair(bank, accept_damage=True, takeover="force")
+    assert stored(bank, uids) >= set(uids)
+    assert sorted(set(archived_rows(bank))) == sorted(archived_rows(bank))
+
+
+def test_a_run_that_goes_on_without_what_is_lost_grows_no_more_than_another(path: Path) -> None:
+    bank, _ = a_carried_segment(path)
+    with kill(bank, keep_checkpoints=1) as opened:
+        opened.restore(1, accept_damage=True)
+        for at in range(1, 9):
+            opened.begin_iteration(at)
+            settled(opened, at, [opened.append(token_group(at + 10))])
+        opened.close(final=True)
+    manifest = read_manifest(BankPaths(bank))
+    assert manifest.retired == {}
+    assert list((bank / "segments").iterdir()) == []
+    assert len(list((bank / ".archive").iterdir())) == 1
 
 
 def journals(path: Path) -> list[Path]:
@@ -164,18 +316,15 @@ def test_a_journal_whose_summary_is_lost_is_kept(path: Path, by: str) -> None:
     (path / "journal" / read_manifest(BankPaths(path)).journal).unlink()
     for part, data in before:
         part.write_bytes(data)
-    found = verify(path)
-    assert not found.is_healthy
-    assert {f"journal/{part.name}" for part, _ in before} <= {one.path for one in found.notes}
+    assert not verify(path).is_healthy
     with kill(path) as bank, pytest.raises(CorruptRecordError, match="may be hidden"):
         bank.restore(2)
-    assert all(part.read_bytes() == data for part, data in before)
     if by == "open":
         with kill(path) as bank:
             bank.restore(2, accept_damage=True)
     else:
         assert repair(path, accept_damage=True).is_healthy
-    kept = {one.read_bytes() for one in (path / "quarantine").glob("*.bytes")}
+    kept = {one.read_bytes() for one in (path / "quarantine").iterdir() if one.is_file()}
     assert {data for _, data in before} <= kept
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrowbank import turns
+from arrowbank.durable.segment import NOT_A_GROUP
 from arrowbank.errors import UnrepresentableError
 from arrowbank.turns import CUMULATIVE, FULL, SAMPLED, Folded
 
@@ -168,6 +169,18 @@ def test_the_form_of_logprobs_is_told_from_their_number(masks: str, logprobs: st
     rollout = chain_rollout(masks=masks, logprobs=logprobs, turns=3)
     folded = turns.fold(rollout.trajectory, rollout.generation_mask, rollout.logprobs)
     assert folded.turns[-1].form == form and not folded.irregular
+
+
+@pytest.mark.parametrize("without", ["mask", "logprobs"])
+def test_turns_that_are_made_of_what_is_not_there_are_an_error_that_readers_expect(without: str) -> None:
+    """A record that is sealed, and not arrowbank's, may say so."""
+    rollout = chain_rollout(turns=3)
+    folded = turns.fold(rollout.trajectory, rollout.generation_mask, rollout.logprobs)
+    assert folded.final is not None and folded.turns[0].form == SAMPLED
+    folded.irregular.append(replace(folded.final, **{without: None}))
+    folded.turns[0] = folded.turns[0]._replace(source=1)
+    with pytest.raises(NOT_A_GROUP, match="not there|are none"):
+        turns.unfold(folded)
 
 
 def test_storage_of_a_conversation_is_linear() -> None:

@@ -15,7 +15,7 @@ from arrowbank.archive.carry import Carried
 from arrowbank.archive.compaction import Made, Task
 from arrowbank.archive.compactor import Compactor
 from arrowbank.archive.parquet import told_as_damage
-from arrowbank.archive.store import ArchiveStore, Change, has_base, superseded_journals
+from arrowbank.archive.store import ArchiveStore, Change
 from arrowbank.durable import quarantine
 from arrowbank.durable.appender import Appender
 from arrowbank.durable.history import History
@@ -81,7 +81,6 @@ class Archivist:
         if (state.hidden and not accepted) or not (segments or is_long or is_torn or accepted or gone):
             return
         try:
-            self._keep_superseded()
             self._ledger.seal()
             healed = healing.copy(self.store, state, segments)
             self.store.commit(
@@ -104,16 +103,6 @@ class Archivist:
         except OSError as error:
             self._check_fence()
             _log.warning("%s: damaged files were copied, and could not be removed yet: %s", self._root, error)
-
-    def _keep_superseded(self) -> None:
-        """Keep parts of the journal whose summary is lost. A new one is about to begin, and these to go."""
-        paths, manifest = self.store.paths, self.store.manifest
-        parts = superseded_journals(paths, manifest)
-        if parts and not has_base(paths, manifest):
-            reason = f"whole; {manifest.journal}, which summed it up, is lost"
-            sizes = {str(name): (paths.journal / str(name)).stat().st_size for name in parts}
-            kept = [Damage(name, 0, size, reason, torn=False, lost=0) for name, size in sizes.items()]
-            quarantine.keep(paths, self.store.tmp, kept)
 
     def revive(self, iteration: int) -> int:
         """Bring groups that a restore of ``iteration`` rolls back out of the archive; return how many.

@@ -74,9 +74,9 @@ def write_tables(where: Path | pa.NativeFile, tables: Iterable[pa.Table]) -> int
     return rows
 
 
-def is_of_bank(path: Path, bank_id: str) -> bool:
+def is_of_bank(path: Path, bank_id: str) -> bool | None:
     """Whether a file is one of the bank's archive, by its footer, which has the least and the greatest ``run_id`` of
-    each row group; False for what is none, or cannot be read.
+    each row group; None when it cannot be read.
 
     Only bytes are looked for: nothing vouches for such a file, and what parses a damaged footer may end the process.
     """
@@ -92,8 +92,10 @@ def is_of_bank(path: Path, bank_id: str) -> bool:
                 if wanted in block:
                     return True
                 before = block[-len(wanted) :]
-    except (CorruptionError, OSError, struct.error):
+    except (CorruptionError, FileNotFoundError, struct.error):
         return False
+    except OSError:
+        return None
     return False
 
 
@@ -108,14 +110,21 @@ def describe_file(path: Path, *, rows: int, expected: int, groups: int) -> Archi
 
 
 def row_group_end(group: Any) -> int:
-    """An iteration count after which no training of a row group's rows ends, by its statistics."""
+    """An iteration count after which no training of a row group's rows ends, by its statistics.
+
+    Raises ValueError where there are none.
+    """
     end = 0
     for column in range(group.num_columns):
         chunk = group.column(column)
         if chunk.path_in_schema in ("consumed_iteration", "span"):
-            if chunk.statistics.null_count == group.num_rows:
+            is_one = chunk.physical_type == "INT64"  # asked for statistics of another type, Arrow ends the process
+            told = chunk.statistics if is_one else None
+            if told is None or not (told.has_null_count and (told.has_min_max or told.null_count == group.num_rows)):
+                raise ValueError(f"its footer does not tell of {chunk.path_in_schema}")
+            if told.null_count == group.num_rows:
                 return 0
-            end += chunk.statistics.max
+            end += told.max
     return end
 
 

@@ -4,7 +4,7 @@
 its file into that directory and then replaces the manifest. One that also takes files out makes the next version
 directory, of hard links, replaces the manifest and then repoints ``archive``, so that a glob sees every rollout once.
 A file that the manifest does not name was left by a crash in between; its inputs are still live, so it is removed at
-open. But nothing goes of which there may be no other copy, while something is missing that the manifest names.
+open: into quarantine/, when anything is missing of which it may be the last copy.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arrowbank.archive.parquet import is_of_bank, write_parquet
-from arrowbank.durable import files
-from arrowbank.durable.journal import Snapshot, read_journal
+from arrowbank.durable import files, quarantine
 from arrowbank.durable.layout import ArchiveName, BankPaths, JournalName, SegmentName
 from arrowbank.durable.manifest import ArchiveFile, Manifest, read_manifest, write_manifest
-from arrowbank.errors import ArrowbankError, CorruptionError, CorruptManifestError, CorruptRecordError
+from arrowbank.errors import ArrowbankError, CorruptionError, CorruptManifestError
 
-__all__ = ["ArchiveStore", "Change", "create_bank", "has_base", "superseded_journals"]
+__all__ = ["ArchiveStore", "Change", "create_bank"]
 
+_KEPT = "left by a kill, and kept, since something is missing of which it may be the last copy"
 _EMPTY = str(ArchiveName(0, 0))
 """The file without rows."""
 
@@ -78,17 +78,30 @@ class ArchiveStore:
         """Return a number for a carried segment that this session has not used."""
         return next(self._numbers)
 
-    def settle(self) -> None:
-        """At open: finish what a crash cut short. What the manifest does not name goes, and the link is set right."""
+    def settle(self, *, is_whole: bool) -> None:
+        """At open: finish what a crash cut short. What the manifest does not name goes, and the link is set right.
+
+        is_whole: whether what is not archived is all there. If it is not, or a file of the archive is missing, what
+        would go may be the last copy of something, and lies in quarantine/ afterwards.
+        Raises: CorruptionError, FencedError, OSError.
+        """
         directory = self.paths.version(self.manifest.version)
         unlisted = self._unlisted(directory)
-        if not self._missing_commits():
-            self._remove(unlisted, directory)
-        unnamed = [name for name in self.paths.segment_names() if self._is_stray(name)]
-        if not self._misses_carried():
-            self._remove([self.paths.segments / str(name) for name in unnamed], self.paths.segments)
+        strays = [self.paths.segments / str(name) for name in self.paths.segment_names() if self._is_stray(name)]
         self._set_link()
-        self._clean_up(self.manifest, self.manifest.retired)
+        if is_whole and all(_size(directory / file.name) == file.nbytes for file in self.manifest.files):
+            self._remove(unlisted, directory)
+            self._remove(strays, self.paths.segments)
+            self._clean_up(self.manifest, self.manifest.retired)
+            return
+        retired = [self.paths.segments / name for name in self.manifest.retired]
+        parts = [self.paths.journal / str(name) for name in self._superseded(self.manifest)]
+        versions = [self.paths.version(number) for number in self._other_versions(self.manifest)]
+        self._check_fence()
+        for path in (*unlisted, *strays, *retired, *parts, *versions):
+            if path.exists():
+                quarantine.move_aside(self.paths, path, _KEPT, self.tmp)
+        self._unlinked = frozenset(self.manifest.retired)
 
     def _unlisted(self, directory: Path) -> list[Path]:
         """Return what a crash has left of a commit that did not come to be; its inputs are live.
@@ -117,29 +130,8 @@ class ArchiveStore:
             found.append(entry)
         return found
 
-    def _missing_commits(self) -> list[int]:
-        """Return of which commits files of the archive are not there as they were written: segments that these commits
-        retired, and files that are there under other names or in other versions, may be all that is left of them.
-        """
-        directory = self.paths.version(self.manifest.version)
-        names = {file.name: ArchiveName.parse(file.name) for file in self.manifest.files}
-        return [
-            0 if (name := names[file.name]) is None else name.commit
-            for file in self.manifest.files if _size(directory / file.name) != file.nbytes
-        ]  # fmt: skip
-
     def _is_stray(self, name: SegmentName) -> bool:
-        return name.is_carried and str(name) not in self.manifest.carried
-
-    def _misses_carried(self) -> bool:
-        return any(_size(self.paths.segments / name) is None for name in self.manifest.carried)
-
-    def _may_go(self, retired: Iterable[str]) -> frozenset[str]:
-        """Return those of retired segments of which, as far as can be told, all groups are where they went."""
-        if self._misses_carried():
-            return frozenset()
-        missing = max(self._missing_commits(), default=0)
-        return frozenset(name for name in retired if self.manifest.retired.get(name, 0) > missing)
+        return name.is_carried and str(name) not in self.manifest.carried and str(name) not in self.manifest.retired
 
     def commit(self, change: Change, roll: Callable[[], JournalName] | None = None) -> None:
         """Publish what was made under tmp/ and replace the manifest.
@@ -222,8 +214,8 @@ class ArchiveStore:
             )
 
     def finish(self) -> None:
-        """Commit until nothing retired is left behind that may go: at the end of a run."""
-        while self.unfinished is None and self._may_go(self.manifest.retired):
+        """Commit until nothing retired is left behind: at the end of a run."""
+        while self.manifest.retired and self.unfinished is None:
             self.commit(Change())
 
     def _changed(self, change: Change, version: int, roll: Callable[[], JournalName] | None) -> Manifest:
@@ -268,41 +260,30 @@ class ArchiveStore:
 
     def _clean_up(self, manifest: Manifest, retired: Iterable[str]) -> None:
         """Remove what is older than ``manifest``: retired segments, version directories, parts of the journal."""
-        gone = self._may_go(retired)
+        gone = frozenset(retired)
         self._remove([self.paths.segments / name for name in gone], self.paths.segments)
         self._unlinked = gone
-        current = {manifest.version, self.manifest.version}
-        versions = [number for number in self.paths.version_numbers() if number not in current]
-        parts = superseded_journals(self.paths, manifest)
-        if parts and has_base(self.paths, manifest):
-            self._remove([self.paths.journal / str(name) for name in parts], self.paths.journal)
-        if versions and not self._missing_commits():
+        versions = self._other_versions(manifest)
+        parts = self._superseded(manifest)
+        self._remove([self.paths.journal / str(name) for name in parts], self.paths.journal)
+        if versions:
             self._check_fence()
             for number in versions:
                 files.remove_directory(self.paths.version(number), self.tmp)
+
+    def _other_versions(self, manifest: Manifest) -> list[int]:
+        current = {manifest.version, self.manifest.version}
+        return [number for number in self.paths.version_numbers() if number not in current]
+
+    def _superseded(self, manifest: Manifest) -> list[JournalName]:
+        """Return the parts of the journal that the one which reading starts with has summed up."""
+        base = JournalName.parse(manifest.journal)
+        return [] if base is None else [name for name in self.paths.journal_names() if name < base]
 
     def _remove(self, paths: list[Path], directory: Path) -> None:
         if paths:
             self._check_fence()  # after listing: what a later session adds is not ours to remove
             files.remove(paths, directory)
-
-
-def superseded_journals(paths: BankPaths, manifest: Manifest) -> list[JournalName]:
-    """Return the parts of the journal that the one which reading starts with has summed up."""
-    base = JournalName.parse(manifest.journal)
-    return [] if base is None else [name for name in paths.journal_names() if name < base]
-
-
-def has_base(paths: BankPaths, manifest: Manifest) -> bool:
-    """Whether the part of the journal that reading starts with is there, and begins with its snapshot."""
-    base = JournalName.parse(manifest.journal)
-    if base is None:
-        return True
-    try:
-        entries, _ = read_journal(paths, base, manifest.bank_id)
-    except (FileNotFoundError, CorruptRecordError):
-        return False
-    return bool(entries) and not entries[0][0].sequence and isinstance(entries[0][1], Snapshot)
 
 
 def _size(path: Path) -> int | None:

@@ -74,6 +74,8 @@ def _section(title: str, findings: Sequence[Finding], style: str) -> Iterator[Te
 def _lost(report: RepairReport) -> Iterator[Text]:
     if report.lost_records or report.lost_draws or report.lost_journals:
         verb = "cannot be saved" if report.dry_run else "could not be saved"
+        if any(found.mending is Mending.ACCEPT for found in report.left):
+            verb = "missing, unless what is left can be put back"
         yield Text()
         yield Text(f"{verb}:", "bold red")
     if report.lost_records:

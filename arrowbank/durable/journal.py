@@ -149,10 +149,10 @@ class Facts:
         """Whether a record of a file counts."""
         return not any(sequence in gone for gone in self.abandoned.get(name, ()))
 
-    def abandoned_before(self, name: str, end: int) -> int:
-        """Count a file's sequence numbers below ``end`` that do not count."""
+    def abandoned_before(self, name: str, end: int, besides: Iterable[range] = ()) -> int:
+        """Count a file's sequence numbers below ``end`` that do not count, those of other ranges ``besides``."""
         count, start = 0, 0
-        for gone in sorted(self.abandoned.get(name, ()), key=lambda gone: gone.start):
+        for gone in sorted([*self.abandoned.get(name, ()), *besides], key=lambda gone: gone.start):
             count += len(range(max(start, gone.start), min(gone.stop, end)))
             start = max(start, gone.stop)
         return count

@@ -69,6 +69,13 @@ class State:
     records: int = 0
     """Sealed records that were read, of journals and segments."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing or damaged, but for the torn tails that kills leave."""
+        drawn = (uid for line in self.history.lines.values() for uid in line.places)
+        is_damaged = bool(self.hidden or self.lost) or not all(place.torn for place in self.damage)
+        return not is_damaged and all(uid in self.groups for uid in drawn)
+
 
 def map_live_files(paths: BankPaths, manifest: Manifest, before: LiveFiles | None = None) -> LiveFiles:
     """Map what is not archived. The manifest must still be the same when this returns: a commit takes files away.
@@ -293,12 +300,12 @@ def _take_in_segment(state: State, name: SegmentName, found: Scan) -> None:
         tail = found.damage.pop() if found.damage and found.damage[-1].lost is None else _gap(str(name), None)
         found.damage.append(replace(tail, torn=False, lost=sealed - written))
     state.damage += found.damage
-    given_up = state.facts.abandoned_before(str(name), sealed)
+    given_up = state.facts.abandoned_before(str(name), sealed, unfinished)
     count = 0
     for record in found.records:
         if record.sequence < sealed and state.facts.counts(str(name), record.sequence):
             count += abandoned_in(record.head) is not None or _take_in(state, name, record)
-    if (lost := sealed - given_up - sum(map(len, unfinished)) - count) > 0:
+    if (lost := sealed - given_up - count) > 0:
         state.lost[str(name)] = lost
 
 

@@ -275,7 +275,8 @@ def _wait_until_free(
     """Return once ``session`` may be taken over, or is the last one no more. Raises BankLockedError."""
     if _was_closed(paths, session):
         return
-    holder = _told(read_claim, paths, session) or _locked(paths, session)
+    claimed = _told(read_claim, paths, session)
+    holder = claimed if claimed is not None and claimed.session == session else _locked(paths, session)
     if holder is None:
         raise BankLockedError(
             f"{paths.root}: neither {paths.claim(session)} nor LOCK says who has the bank; if nobody does, open it "
@@ -338,7 +339,7 @@ def _watch(
 
 
 def _was_closed(paths: BankPaths, session: int) -> bool:
-    lock = read_lock(paths)
+    lock = _told(read_lock, paths)
     return lock is not None and lock.closed and lock.holder.session == session
 
 

@@ -240,7 +240,9 @@ class Copies:
 
     def _sizes(self) -> dict[int, list[Path]]:
         found: dict[int, list[Path]] = {}
-        for directory, _, names in os.walk(self._paths.root):  # follows no link
+        for directory, inside, names in os.walk(self._paths.root):  # follows no link
+            if directory == str(self._paths.root) and self._paths.tmp.name in inside:
+                inside.remove(self._paths.tmp.name)  # whoever opens or mends the bank empties it first
             for path in (Path(directory, name) for name in sorted(names)):
                 status = status_of(path)
                 if status is not None and stat.S_ISREG(status.st_mode):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from arrowbank.archive.healing import drop_undecodable
-from arrowbank.archive.store import has_base, superseded_journals
 from arrowbank.durable.files import read_small
 from arrowbank.durable.journal import JOURNAL_SCHEMA
 from arrowbank.durable.layout import BankPaths, JournalName, SegmentName
@@ -67,7 +66,6 @@ def check_live(
         return found
     drop_undecodable(state, state.segment_bytes, require_group)
     found.findings += map(_Told(state), state.damage)
-    found.findings += _superseded_without_summary(paths, manifest)
     found.findings += _untold_losses(state)
     found.findings += _other_schema_messages(paths, manifest, state)
     found.findings += _twice(state, archive)
@@ -118,14 +116,6 @@ class _Told:
             advice, mending = _BLOCKED, Mending.ACCEPT
         uids = (place.uid,) if place.uid else ()
         return damage(_place(place.name), reason, advice, mending, offset=place.offset, uids=uids)
-
-
-def _superseded_without_summary(paths: BankPaths, manifest: Manifest) -> Iterator[Finding]:
-    parts = superseded_journals(paths, manifest)
-    if parts and not has_base(paths, manifest):
-        reason = f"{manifest.journal} summed it up, and is lost"
-        advice = "It is left alone; repair --accept-damage moves it into quarantine/"
-        yield from (note(f"journal/{name}", reason, advice, Mending.ACCEPT) for name in parts)
 
 
 def _untold_losses(state: State) -> Iterator[Finding]:

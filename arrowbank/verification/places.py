@@ -73,7 +73,7 @@ def strangers(paths: BankPaths, manifest: Manifest | None) -> Iterator[tuple[Pat
         if ArchiveName.parse(entry.name) is not None:
             yield from _unless(entry, stat.S_ISREG, "a file")
             is_file = entry.name not in listed and _is(entry, stat.S_ISREG)
-            if manifest and is_file and not is_of_bank(entry, manifest.bank_id):
+            if manifest and is_file and is_of_bank(entry, manifest.bank_id) is False:
                 yield entry, "not a file of this bank's archive, and whoever globs archive/*.parquet reads it"
         elif entry.name.endswith(".parquet"):
             yield entry, "not a file of the archive, and whoever globs archive/*.parquet reads it"
@@ -159,6 +159,8 @@ def _holder(paths: BankPaths, holder: Holder | None) -> str:
         lock = read_lock(paths)
     except CorruptionError:
         lock = None
+    if holder is None and lock is not None and not lock.closed:
+        holder = lock.holder
     if holder is None:
         return "nobody, as far as can be told"
     if lock is not None and lock.closed and lock.holder.session == holder.session:
@@ -170,32 +172,19 @@ def _holder(paths: BankPaths, holder: Holder | None) -> str:
 
 def _leftovers_of_commits(paths: BankPaths, manifest: Manifest) -> Iterator[Finding]:
     """What a kill has left of commits that did not come to be, or were not tidied up."""
-    advice = "The next open takes it away"
-    directory, listed = paths.version(manifest.version), _listed(manifest)
-    sizes = [_size(directory / file.name) == file.nbytes for file in manifest.files]
-    for entry in _entries(directory):
-        name = ArchiveName.parse(entry.name)
-        if name is None or entry.name in listed or not is_of_bank(entry, manifest.bank_id):
-            continue
-        if all(sizes):
-            reason = "the manifest does not name it: left by a kill, and its inputs are there"
+    advice = "The next open takes it away; into quarantine/, while anything is missing of which it may be the last copy"
+    reason, listed = "the manifest does not name it: left by a kill", _listed(manifest)
+    for entry in _entries(paths.version(manifest.version)):
+        is_ours = ArchiveName.parse(entry.name) is not None and entry.name not in listed
+        if is_ours and is_of_bank(entry, manifest.bank_id):
             yield note(_name(paths, entry), reason, advice, Mending.REPAIR)
-        else:
-            reason = "the manifest does not name it, and files that it does name are missing or damaged"
-            yield note(_name(paths, entry), reason, "It is left alone until those are there")
     for name in _known(paths.segments, SegmentName.parse):
         if name.is_carried and str(name) not in manifest.carried and str(name) not in manifest.retired:
-            reason = "the manifest does not name it: left by a kill"
             yield note(f"segments/{name}", reason, advice, Mending.REPAIR)
 
 
 def _listed(manifest: Manifest | None) -> set[str]:
     return {str(ArchiveName(0, 0)), *(file.name for file in (manifest.files if manifest else ()))}
-
-
-def _size(path: Path) -> int | None:
-    status = status_of(path)
-    return None if status is None else status.st_size
 
 
 def _leftovers(paths: BankPaths) -> Iterator[Finding]:

@@ -226,10 +226,21 @@ def _require_whole(path: Path, bank_id: str) -> None:
     if source.schema_arrow != ARCHIVE_SCHEMA:
         raise ValueError("it has other columns")
     for index in range(source.num_row_groups):
+        _require_types(source.metadata, index)
         rows = source.read_row_group(index)
         rows.validate(full=True)
         if set(rows["run_id"].to_pylist()) != {bank_id}:
             raise ValueError("it is another bank's")
+
+
+def _require_types(metadata: pq.FileMetaData, index: int) -> None:
+    """Raise ValueError unless the chunks are of their columns' types: Arrow ends the process when one that is not is
+    asked for its statistics.
+    """
+    group = metadata.row_group(index)
+    for column in range(group.num_columns):
+        if group.column(column).physical_type != metadata.schema.column(column).physical_type:
+            raise ValueError(f"its footer is of two minds about {group.column(column).path_in_schema}")
 
 
 # -- segments

@@ -24,12 +24,12 @@ from arrowbank.durable.journal import Journal
 from arrowbank.durable.layout import BankPaths, SegmentName
 from arrowbank.durable.ledger import Ledger
 from arrowbank.durable.manifest import Manifest, write_manifest
+from arrowbank.durable.quarantine import keep_copy, move_aside, note_losses
 from arrowbank.durable.recovery import State, read_state
 from arrowbank.durable.segment import read_segment
 from arrowbank.durable.session import LEASE_S, Claim, Takeover, claim_session
 from arrowbank.verification.archived import EMPTY_FILE, Copies, check_file, wanted_files
 from arrowbank.verification.live import require_group
-from arrowbank.verification.moving import keep_copy, move_aside, note_losses
 from arrowbank.verification.places import strangers
 from arrowbank.verification.report import Finding, Mending, RepairReport, by_iteration, distinct
 from arrowbank.verification.verify import Look, Looker, Progress
@@ -232,8 +232,8 @@ def _missing_segments(state: State) -> list[SegmentName]:
 def _session(paths: BankPaths, claim: Claim, manifest: Manifest) -> Iterator[tuple[Ledger, Archivist]]:
     """Begin a session that only mends, as an open does, and end it."""
     store = ArchiveStore(paths, manifest, claim.session, claim.check)
-    store.settle()
     state = read_state(paths, manifest)
+    store.settle(is_whole=state.is_whole)
     journal = Journal(paths, manifest.bank_id, claim.session, claim.check, state.facts)
     journal.forget(manifest.retired)  # one that was made again may retire more than the journal knows of
     appender = Appender(paths, manifest.bank_id, claim.session, MAIN, check_fence=claim.check, abandon=journal.abandon)
