@@ -179,7 +179,7 @@ def test_turns_that_are_made_of_what_is_not_there_are_an_error_that_readers_expe
     assert folded.final is not None and folded.turns[0].form == SAMPLED
     folded.irregular.append(replace(folded.final, **{without: None}))
     folded.turns[0] = folded.turns[0]._replace(source=1)
-    with pytest.raises(NOT_A_GROUP, match="not there|are none"):
+    with pytest.raises(NOT_A_GROUP, match=r"not there|are none"):
         turns.unfold(folded)
 
 
