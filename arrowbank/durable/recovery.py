@@ -72,9 +72,7 @@ class State:
     @property
     def is_whole(self) -> bool:
         """Whether nothing is missing or damaged, but for the torn tails that kills leave."""
-        drawn = (uid for line in self.history.lines.values() for uid in line.places)
-        is_damaged = bool(self.hidden or self.lost) or not all(place.torn for place in self.damage)
-        return not is_damaged and all(uid in self.groups for uid in drawn)
+        return not self.hidden and not self.lost and all(place.torn for place in self.damage)
 
 
 def map_live_files(paths: BankPaths, manifest: Manifest, before: LiveFiles | None = None) -> LiveFiles:
