@@ -352,15 +352,29 @@ def refused(path: Path) -> str:
     return child.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("instead", [b"", b" " * 70_000], ids=["empty", "too large"])
 @pytest.mark.parametrize("kept", ["LOCK", "sessions/0001"])
-def test_either_of_lock_and_claim_says_who_has_the_bank(path: Path, kept: str) -> None:
+def test_either_of_lock_and_claim_says_who_has_the_bank(path: Path, kept: str, instead: bytes) -> None:
+    (gone,) = {"LOCK", "sessions/0001"} - {kept}
     with RolloutBank.open(path) as bank:
         bank.append(token_group(1))
-        (gone,) = {"LOCK", "sessions/0001"} - {kept}
-        (path / gone).write_bytes(b"")
+        was = (path / gone).read_bytes()
+        (path / gone).write_bytes(instead)
         holder = f"session 1: process {os.getpid()} on "
         assert holder in refused(path)
-        assert holder in str(repair(path, dry_run=True).holder) or kept == "LOCK"
+        assert holder in repair(path, dry_run=True).holder
+        (path / gone).write_bytes(was)
+    (path / gone).write_bytes(instead)
+    assert repair(path).is_healthy
+    with RolloutBank.open(path) as bank:
+        assert len(bank.restore(0).pending) == 1
+
+
+def test_a_claim_that_is_a_copy_of_an_earlier_one_does_not_say_who_has_the_bank(path: Path) -> None:
+    RolloutBank.open(path).close()
+    with RolloutBank.open(path):
+        shutil.copy(path / "sessions/0001", path / "sessions/0002")
+        assert f"session 2: process {os.getpid()} on " in refused(path)
 
 
 def test_a_bank_whose_holder_lives_is_not_taken_though_its_claim_is_gone(path: Path) -> None:
