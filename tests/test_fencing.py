@@ -182,21 +182,22 @@ def test_background_compaction_of_a_fenced_handle_commits_nothing(tmp_path: Path
     second.close()
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
 def test_an_opener_that_slept_through_a_takeover_removes_nothing_of_the_new_holder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_whole: bool
 ) -> None:
     with RolloutBank.open(tmp_path / "bank") as bank:
         uid = bank.append(token_group(1))
     settle = ArchiveStore.settle
 
-    def late(self: ArchiveStore) -> None:
+    def late(self: ArchiveStore, **_: object) -> None:
         monkeypatch.setattr(ArchiveStore, "settle", settle)
         with RolloutBank.open(tmp_path / "bank", takeover="force", keep_checkpoints=1) as other:
             other.restore(0)
             other.mark_consumed([uid], 0)
             other.checkpoint(1, wait=True)
             assert other.stats().archived_groups == 1
-        settle(self)
+        settle(self, is_whole=is_whole)
 
     monkeypatch.setattr(ArchiveStore, "settle", late)
     with pytest.raises(FencedError):
