@@ -1,8 +1,8 @@
 """Bit rot: each bit and each length of each kind of file, one at a time, and what readers make of it.
 
 Segments, journals and manifests are read by the very functions that an open uses, in this process; Parquet files by
-what compares them with their digests. Claims and LOCK, which an open acts on, are tried by whole opens, as is a sample
-of the Parquet files' bits.
+what compares them with their digests. Claims, LOCK and the target of the link ``archive``, which an open acts on, are
+tried by whole opens, as is a sample of the Parquet files' bits.
 
 Proves that one hit costs what it hits and is told. Cannot prove anything of several hits at once (``fuzz`` tries some),
 nor of what whole opens make of every bit: ``test_damaged_banks`` has the cases of these.
@@ -10,6 +10,7 @@ nor of what whole opens make of every bit: ``test_damaged_banks`` has the cases 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -209,7 +210,7 @@ class Whole:
     """Each bit or each length of a file of a whole bank, each tried by opens of a copy, or by its digest alone."""
 
     file: str
-    """Under the bank; of those that match, the largest."""
+    """Under the bank; of those that match, the largest. Of a link it is the target."""
     what: str
     by_digest: bool = False
 
@@ -217,14 +218,13 @@ class Whole:
         return f"{self.file}: {self.what}{', by digest' if self.by_digest else ''}"
 
     def size(self, model: Model) -> int:
-        path = self._path(model)
-        return path.stat().st_size * (8 if self.what == "bits" else 1)
+        return len(_content(self._path(model))) * (8 if self.what == "bits" else 1)
 
     def run(self, model: Model, target: Path, numbers: Iterable[int]) -> tuple[int, list[str]]:
         """Return how many were tried, and what was wrong."""
         change = corruptors.flip if self.what == "bits" else corruptors.truncate
         path = self._path(model)
-        data, count, wrong = path.read_bytes(), 0, []
+        data, count, wrong = _content(path), 0, []
         look = self._by_digest if self.by_digest else self._by_open
         for number in numbers:
             count += 1
@@ -239,8 +239,12 @@ class Whole:
 
     def _by_open(self, model: Model, target: Path, name: Path, changed: bytes) -> None:
         changed_copy = copy(model, target) / name
+        is_link = changed_copy.is_symlink()
         changed_copy.unlink()  # it may have a second name
-        changed_copy.write_bytes(changed)
+        if not is_link:
+            changed_copy.write_bytes(changed)
+        elif changed:  # no link is empty: then there is none
+            os.symlink(changed, changed_copy)
         judge(model, target)
 
     def _by_digest(self, model: Model, target: Path, name: Path, changed: bytes) -> None:
@@ -253,10 +257,17 @@ class Whole:
         raise AssertionError("the digest is right")
 
 
+def _content(path: Path) -> bytes:
+    return os.fsencode(os.readlink(path)) if path.is_symlink() else path.read_bytes()
+
+
 WHOLE = [
     Whole("LOCK", "bits"),
     Whole("LOCK", "lengths"),
+    Whole("archive", "bits"),
+    Whole("archive", "lengths"),
     Whole("sessions/0001", "bits"),
+    Whole("sessions/0001", "lengths"),
     Whole("sessions/0002", "bits"),
     Whole("sessions/0002", "lengths"),
     Whole("archive/c*.parquet", "bits", by_digest=True),
