@@ -101,6 +101,12 @@ def test_a_file_of_the_archive_under_another_name_outlives_an_open_and_one_repai
     assert repair(archived).mended == ()
 
 
+def test_a_copy_that_the_repair_itself_would_take_away_is_not_promised(archived: Path) -> None:
+    (archived / "tmp/s0001").mkdir(exist_ok=True)
+    max(directory(archived).glob("c*.parquet")).rename(archived / "tmp/s0001/copy")
+    assert not repair(archived, dry_run=True).is_healthy
+
+
 @pytest.mark.parametrize("what", ["nothing", "another bank's", "a later one of another bank", "mistyped"])
 def test_a_strange_file_among_those_of_the_archive_is_moved_away_and_blames_no_other(
     archived: Path, tmp_path: Path, what: str
