@@ -57,11 +57,12 @@ def move(data: bytes, start: int, stop: int, to: int) -> bytes:
     return data[:to] + part + data[to + len(part) :]
 
 
-def mistype(data: bytes) -> bytes:
-    """Make a Parquet footer say another physical type of a ``run_id`` chunk than of the column: Arrow 26 ends the
+def mistype(data: bytes, column: bytes = b"run_id") -> bytes:
+    """Make a Parquet footer say another physical type of a column's chunks than of the column: Arrow 26 ends the
     process when such a chunk is asked for its statistics.
     """
-    changed, count = re.subn(rb"\x15\x0c(?=\x19.{2,8}\x19\x18\x06run_id)", b"\x15\x0e", data, flags=re.DOTALL)
+    place = rb"\x15[\x04\x0c](?=\x19.{2,8}\x19\x18" + re.escape(bytes([len(column)]) + column) + rb")"
+    changed, count = re.subn(place, b"\x15\x0e", data, flags=re.DOTALL)
     assert count
     return changed
 

@@ -217,12 +217,12 @@ def test_a_part_whose_creation_was_cut_short_is_not_missed(
         assert last.restore(0).report.pending_groups == 1
 
 
-def killed(*_: Any) -> None:
-    raise InterruptedError("as by a kill")
-
-
 def test_a_record_that_was_given_up_and_never_came_is_counted_once() -> None:
     facts = Facts({"a": [range(2, 5), range(9, 12)]})
     assert facts.abandoned_before("a", 10) == 4
     assert facts.abandoned_before("a", 10, [range(3, 7)]) == 6
     assert facts.abandoned_before("b", 10, [range(3, 7)]) == 4
+
+
+def killed(*_: Any) -> None:
+    raise InterruptedError("as by a kill")

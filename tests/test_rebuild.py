@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from builders import token_group
 from corruptors import flip, mistype
 from machine import directory_in_memory
-from runs import kill, tree
+from runs import archive_three, archived_file, kill, tree
 
 from arrowbank import BankNotFoundError, RolloutBank, repair, scan, verify
+from arrowbank.archive.parquet import row_group_end
 from arrowbank.durable import files
 from arrowbank.durable.journal import JOURNAL_SCHEMA
 from arrowbank.durable.layout import BankPaths
@@ -269,6 +272,13 @@ def test_a_lost_manifest_in_the_place_of_which_something_else_stands(path: Path)
     assert repair(path).is_healthy
     notes = [json.loads(note.read_text()) for note in (path / "quarantine").glob("moved-*.json")]
     assert [note["file"] for note in notes] == ["MANIFEST.json"]
+
+
+def test_a_row_group_whose_footer_does_not_tell_of_its_iterations_is_an_error(path: Path) -> None:
+    archive_three(path)
+    changed = mistype(archived_file(path).read_bytes(), b"consumed_iteration")
+    with pytest.raises(ValueError, match="does not tell of consumed_iteration"):
+        row_group_end(pq.read_metadata(pa.BufferReader(changed)).row_group(0))
 
 
 def _every_moment() -> None:
